@@ -1,0 +1,170 @@
+"""The weights of one MoE layer: a pytree named after the checkpoint, and its abstract twin."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
+
+from nemotron_moe.config import MoEConfig
+from nemotron_moe.sharding import ShardingRules
+
+
+def _weight(*logical_axes: str) -> Any:
+    return dataclasses.field(default=None, metadata={"axes": logical_axes})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEWeights:
+    """Weights of one layer in the checkpoint's layout `[out, in]`; the experts are stacked in front.
+
+    H hidden, L latent, D = L or H, E experts, I inside a routed expert, S inside the shared expert. Fields that a layer
+    does not have are None. Computation is in the activations' dtype, whatever the weights' dtype is.
+
+    Attributes:
+      norm: [H], the RMS norm before the mixer.
+      gate: [E, H], the router.
+      gate_bias: [E] float32, added to the scores for choosing only (`gate.e_score_correction_bias`).
+      fc1_latent_proj, fc2_latent_proj: [L, H] and [H, L], or None in a direct MoE.
+      experts_up_proj, experts_down_proj: [E, I, D] and [E, D, I].
+      shared_experts_up_proj, shared_experts_down_proj: [S, H] and [H, S], or None.
+    """
+
+    norm: jax.Array = _weight("hidden")
+    gate: jax.Array = _weight("router_experts", "hidden")
+    gate_bias: jax.Array = _weight("router_experts")
+    fc1_latent_proj: jax.Array | None = _weight("latent", "hidden")
+    fc2_latent_proj: jax.Array | None = _weight("hidden", "latent")
+    experts_up_proj: jax.Array = _weight("experts", "expert_inner", "expert_width")
+    experts_down_proj: jax.Array = _weight("experts", "expert_width", "expert_inner")
+    shared_experts_up_proj: jax.Array | None = _weight("shared_inner", "hidden")
+    shared_experts_down_proj: jax.Array | None = _weight("hidden", "shared_inner")
+
+    def items(self) -> dict[str, Any]:
+        """The fields that are present, by name."""
+        pairs = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return {name: value for name, value in pairs if value is not None}
+
+    def astype(self, dtype: DTypeLike) -> Self:
+        """All weights in `dtype`, but `gate_bias`, which stays float32, and `gate`, which is never narrowed.
+
+        (A router in bfloat16 chooses other experts for about 1 in 100 tokens.)
+        """
+        return dataclasses.replace(
+            self, **{name: value.astype(stored_dtype(name, value.dtype, dtype)) for name, value in self.items().items()}
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    def __repr__(self) -> str:
+        # Shapes and dtypes only: the generated one would print gigabytes.
+        lines = (f"  {name}: {_short(value)}" for name, value in self.items().items())
+        return "MoEWeights(\n" + "\n".join(lines) + "\n)"
+
+
+LOGICAL_AXES: dict[str, tuple[str, ...]] = {f.name: f.metadata["axes"] for f in dataclasses.fields(MoEWeights)}
+
+
+def stored_dtype(name: str, dtype: DTypeLike, wanted: DTypeLike | None) -> jnp.dtype:
+    """The dtype of field `name` when a caller wants `wanted` (None: as it is) for an array of `dtype`."""
+    dtype = jnp.dtype(dtype)
+    if wanted is None or name == "gate_bias":
+        return dtype
+    wanted = jnp.dtype(wanted)
+    return dtype if name == "gate" and wanted.itemsize < dtype.itemsize else wanted
+
+
+def abstract_weights(
+    config: MoEConfig,
+    *,
+    formats: Mapping[str, DTypeLike] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    rules: ShardingRules | None = None,
+) -> MoEWeights:
+    """The layer's weights as `jax.ShapeDtypeStruct`s: the one source of names, shapes, dtypes and shardings.
+
+    Args:
+      config: the layer.
+      formats: dtype by field name; bfloat16 where it is silent. `gate_bias` is always float32.
+      mesh: if given, each leaf carries its NamedSharding on it.
+      rules: how logical axes map to the mesh's axes; None leaves every leaf whole on every device.
+
+    Raises:
+      ValueError: on an unknown field in `formats`, `rules` without `mesh`, or sizes that the mesh does not divide.
+    """
+    formats = dict(formats or {})
+    shapes = _shapes(config)
+    if unknown := sorted(set(formats) - set(shapes)):
+        raise ValueError(f"formats names {unknown}, which this layer does not have; it has {list(shapes)}.")
+    if jnp.dtype(formats.setdefault("gate_bias", jnp.float32)) != jnp.float32:
+        raise ValueError(f"formats asks for gate_bias in {jnp.dtype(formats['gate_bias'])}; it is always float32.")
+    if rules is not None and mesh is None:
+        raise ValueError("rules is given without mesh; pass the mesh whose axes the rules name.")
+
+    def leaf(name: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        sharding = None
+        if mesh is not None:
+            sharding = (rules or ShardingRules()).sharding(mesh, LOGICAL_AXES[name], shape, name)
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(formats.get(name, jnp.bfloat16)), sharding=sharding)
+
+    return MoEWeights(**{name: leaf(name, shape) for name, shape in shapes.items()})
+
+
+def init_weights(
+    key: jax.Array,
+    config: MoEConfig,
+    *,
+    dtype: DTypeLike,
+    mesh: Mesh | None = None,
+    rules: ShardingRules | None = None,
+) -> MoEWeights:
+    """Random weights that keep activations of order 1: normal with variance 1 / in, norm ones, gate bias zeros.
+
+    Args:
+      key: a `jax.random` key. The values do not depend on `mesh`.
+      config: the layer.
+      dtype: of every leaf but `gate_bias`, which is float32.
+      mesh, rules: where each leaf goes, as in `abstract_weights`.
+    """
+    formats = {name: dtype for name in _shapes(config) if name != "gate_bias"}
+    abstract = abstract_weights(config, formats=formats, mesh=mesh, rules=rules)
+
+    def values(key: jax.Array) -> MoEWeights:
+        leaves = {}
+        for index, (name, leaf) in enumerate(abstract.items().items()):
+            if name == "norm":
+                leaves[name] = jnp.ones(leaf.shape, leaf.dtype)
+            elif name == "gate_bias":
+                leaves[name] = jnp.zeros(leaf.shape, leaf.dtype)
+            else:
+                draw = jax.random.normal(jax.random.fold_in(key, index), leaf.shape, leaf.dtype)
+                leaves[name] = draw * jnp.asarray(leaf.shape[-1] ** -0.5, leaf.dtype)
+        return MoEWeights(**leaves)
+
+    shardings = None if mesh is None else jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(values, out_shardings=shardings)(key)
+
+
+def _shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
+    sizes = {
+        "hidden": config.hidden_size,
+        "router_experts": config.n_routed_experts,
+        "latent": config.moe_latent_size,
+        "experts": config.n_routed_experts,
+        "expert_inner": config.moe_intermediate_size,
+        "expert_width": config.expert_width,
+        "shared_inner": config.moe_shared_expert_intermediate_size,
+    }
+    shapes = {name: tuple(sizes[axis] for axis in axes) for name, axes in LOGICAL_AXES.items()}
+    return {name: shape for name, shape in shapes.items() if None not in shape}  # type: ignore[misc]
+
+
+def _short(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") else repr(value)
