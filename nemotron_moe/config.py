@@ -45,9 +45,10 @@ class MoEConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type in (int, int | None) and not (value is None and field.type is not int):
-                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                    raise ValueError(f"MoEConfig.{field.name} is {value!r}; wanted a positive integer.")
+            if field.type not in (int, int | None) or (value is None and field.type is not int):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"MoEConfig.{field.name} is {value!r}; wanted a positive integer.")
         if not isinstance(self.norm_topk_prob, bool):
             raise ValueError(f"MoEConfig.norm_topk_prob is {self.norm_topk_prob!r}; wanted True or False.")
         for name in ("routed_scaling_factor", "layer_norm_epsilon"):

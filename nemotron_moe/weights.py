@@ -13,8 +13,18 @@ from nemotron_moe.config import MoEConfig
 from nemotron_moe.sharding import ShardingRules
 
 
-def _weight(*logical_axes: str) -> Any:
-    return dataclasses.field(default=None, metadata={"axes": logical_axes})
+# The logical axes of every field, outermost first; `ShardingRules` maps them to a mesh.
+LOGICAL_AXES: dict[str, tuple[str, ...]] = {
+    "norm": ("hidden",),
+    "gate": ("router_experts", "hidden"),
+    "gate_bias": ("router_experts",),
+    "fc1_latent_proj": ("latent", "hidden"),
+    "fc2_latent_proj": ("hidden", "latent"),
+    "experts_up_proj": ("experts", "expert_inner", "expert_width"),
+    "experts_down_proj": ("experts", "expert_width", "expert_inner"),
+    "shared_experts_up_proj": ("shared_inner", "hidden"),
+    "shared_experts_down_proj": ("hidden", "shared_inner"),
+}
 
 
 @jax.tree_util.register_dataclass
@@ -34,19 +44,19 @@ class MoEWeights:
       shared_experts_up_proj, shared_experts_down_proj: [S, H] and [H, S], or None.
     """
 
-    norm: jax.Array = _weight("hidden")
-    gate: jax.Array = _weight("router_experts", "hidden")
-    gate_bias: jax.Array = _weight("router_experts")
-    fc1_latent_proj: jax.Array | None = _weight("latent", "hidden")
-    fc2_latent_proj: jax.Array | None = _weight("hidden", "latent")
-    experts_up_proj: jax.Array = _weight("experts", "expert_inner", "expert_width")
-    experts_down_proj: jax.Array = _weight("experts", "expert_width", "expert_inner")
-    shared_experts_up_proj: jax.Array | None = _weight("shared_inner", "hidden")
-    shared_experts_down_proj: jax.Array | None = _weight("hidden", "shared_inner")
+    norm: jax.Array
+    gate: jax.Array
+    gate_bias: jax.Array
+    fc1_latent_proj: jax.Array | None = None
+    fc2_latent_proj: jax.Array | None = None
+    experts_up_proj: jax.Array
+    experts_down_proj: jax.Array
+    shared_experts_up_proj: jax.Array | None = None
+    shared_experts_down_proj: jax.Array | None = None
 
     def items(self) -> dict[str, Any]:
         """The fields that are present, by name."""
-        pairs = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        pairs = ((name, getattr(self, name)) for name in LOGICAL_AXES)
         return {name: value for name, value in pairs if value is not None}
 
     def astype(self, dtype: DTypeLike) -> Self:
@@ -67,9 +77,6 @@ class MoEWeights:
         # Shapes and dtypes only: the generated one would print gigabytes.
         lines = (f"  {name}: {_short(value)}" for name, value in self.items().items())
         return "MoEWeights(\n" + "\n".join(lines) + "\n)"
-
-
-LOGICAL_AXES: dict[str, tuple[str, ...]] = {f.name: f.metadata["axes"] for f in dataclasses.fields(MoEWeights)}
 
 
 def stored_dtype(name: str, dtype: DTypeLike, wanted: DTypeLike | None) -> jnp.dtype:
@@ -108,7 +115,7 @@ def abstract_weights(
     if rules is not None and mesh is None:
         raise ValueError("rules is given without mesh; pass the mesh whose axes the rules name.")
 
-    def leaf(name: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    def leaf(name: str, shape: tuple[int, ...]) -> Any:
         sharding = None
         if mesh is not None:
             sharding = (rules or ShardingRules()).sharding(mesh, LOGICAL_AXES[name], shape, name)
