@@ -1,0 +1,109 @@
+"""Moving tokens to their experts and back: one plan, a gather, and a weighted sum in a fixed order.
+
+Neither direction adds by scatter, forward or backward, so results have the same bits on every run.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# The combine is unrolled up to this many experts per token, so that XLA makes one kernel of it.
+_UNROLL = 32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The (token, slot) pairs sorted by expert. M = T * K rows.
+
+    Attributes:
+      group_sizes: [E] int32, rows of each expert.
+      token_of_row: [M] int32. Rows after the last group belong to no expert.
+      row_of_slot: [T, K] int32.
+    """
+
+    group_sizes: jax.Array
+    token_of_row: jax.Array
+    row_of_slot: jax.Array
+
+    def is_routed(self) -> jax.Array:
+        """[T, K] bool: the slot has an expert."""
+        return self.row_of_slot < self.group_sizes.sum()
+
+
+def make_plan(ids: jax.Array, n_experts: int) -> Plan:
+    """Sorts the slots of `ids` [T, K] by expert, tokens in order within one; ids outside [0, n_experts) go last."""
+    tokens, slots = ids.shape
+    valid = (ids >= 0) & (ids < n_experts)
+    expert = jnp.where(valid, ids, n_experts).astype(jnp.int32).reshape(-1)
+    slot_of_row = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    starts = jnp.searchsorted(expert[slot_of_row], jnp.arange(n_experts + 1, dtype=jnp.int32)).astype(jnp.int32)
+    rows = jnp.arange(tokens * slots, dtype=jnp.int32)
+    row_of_slot = jnp.zeros_like(rows).at[slot_of_row].set(rows, unique_indices=True, mode="promise_in_bounds")
+    return Plan(
+        group_sizes=jnp.diff(starts), token_of_row=slot_of_row // slots, row_of_slot=row_of_slot.reshape(tokens, slots)
+    )
+
+
+@jax.custom_vjp
+def gather_rows(x: jax.Array, plan: Plan) -> jax.Array:
+    """Each token's row once for each of its slots, in the plan's order: [T, D] -> [M, D]."""
+    return x.at[plan.token_of_row].get(mode="promise_in_bounds")
+
+
+@jax.custom_vjp
+def combine(y: jax.Array, weights: jax.Array, plan: Plan) -> jax.Array:
+    """Each token's weighted sum of its experts' rows: y [M, D], weights [T, K] float32 -> [T, D] in y's dtype.
+
+    The sum is float32, in slot order, rounded once. Slots without an expert are left out, whatever they hold.
+    """
+    return _sum_slots(y, weights, plan).astype(y.dtype)
+
+
+def _sum_slots(y: jax.Array, weights: jax.Array | None, plan: Plan) -> jax.Array:
+    routed = plan.is_routed()
+
+    def add(slot: int | jax.Array, total: jax.Array) -> jax.Array:
+        take = functools.partial(lax.dynamic_index_in_dim, index=slot, axis=1, keepdims=False)
+        rows = y.at[take(plan.row_of_slot)].get(mode="promise_in_bounds").astype(jnp.float32)
+        if weights is not None:
+            rows = take(weights)[:, None] * rows
+        return total + jnp.where(take(routed)[:, None], rows, 0.0)
+
+    tokens, slots = plan.row_of_slot.shape
+    total = jnp.zeros((tokens, y.shape[1]), jnp.float32)
+    return lax.fori_loop(0, slots, add, total, unroll=min(slots, _UNROLL)) if tokens else total
+
+
+def _gather_rows_forward(x: jax.Array, plan: Plan) -> tuple[jax.Array, Plan]:
+    return gather_rows(x, plan), plan
+
+
+def _gather_rows_backward(plan: Plan, d_rows: jax.Array) -> tuple[jax.Array, None]:
+    return _sum_slots(d_rows, None, plan).astype(d_rows.dtype), None
+
+
+def _combine_forward(y: jax.Array, weights: jax.Array, plan: Plan) -> tuple[jax.Array, tuple]:
+    return combine(y, weights, plan), (y, weights, plan)
+
+
+def _combine_backward(residuals: tuple, d_out: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    y, weights, plan = residuals
+    routed = plan.is_routed()
+    d_out = d_out.astype(jnp.float32)
+    weight_of_row = (
+        jnp.zeros(y.shape[0], jnp.float32)
+        .at[plan.row_of_slot.reshape(-1)]
+        .set(jnp.where(routed, weights, 0.0).reshape(-1), unique_indices=True, mode="promise_in_bounds")
+    )
+    d_y = weight_of_row[:, None] * d_out.at[plan.token_of_row].get(mode="promise_in_bounds")
+    rows = y.at[plan.row_of_slot].get(mode="promise_in_bounds").astype(jnp.float32)
+    d_weights = jnp.where(routed, (d_out[:, None, :] * rows).sum(-1), 0.0)
+    return d_y.astype(y.dtype), d_weights, None
+
+
+gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)
+combine.defvjp(_combine_forward, _combine_backward)

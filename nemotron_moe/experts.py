@@ -1,0 +1,38 @@
+"""The routed experts: tokens to experts, up, relu^2, down, and back."""
+
+import jax
+
+from nemotron_moe.dispatch import Plan, combine, gather_rows
+from pallas_kernels.grouped_matmul import grouped_matmul
+
+
+def routed_experts(
+    x: jax.Array,
+    weights: jax.Array,
+    plan: Plan,
+    up_proj: jax.Array,
+    down_proj: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """sum over k of weights[:, k] * (relu(x @ up^T)^2 @ down^T) of each token's k-th expert.
+
+    Args:
+      x: [T, D].
+      weights: [T, K] float32.
+      plan: `make_plan(ids, E)` of the chosen experts ids [T, K].
+      up_proj: [E, I, D].
+      down_proj: [E, D, I].
+      implementation: of the grouped products; None picks one.
+
+    Returns:
+      [T, D] in x's dtype.
+    """
+    with jax.named_scope("dispatch"):
+        rows = gather_rows(x, plan)
+    with jax.named_scope("experts_up"):
+        inner = grouped_matmul(rows, up_proj, plan.group_sizes, activation="relu2", implementation=implementation)
+    with jax.named_scope("experts_down"):
+        out = grouped_matmul(inner, down_proj, plan.group_sizes, implementation=implementation)
+    with jax.named_scope("combine"):
+        return combine(out, weights, plan)
