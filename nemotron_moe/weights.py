@@ -12,7 +12,6 @@ from jax.typing import DTypeLike
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.sharding import ShardingRules
 
-
 # The logical axes of every field, outermost first; `ShardingRules` maps them to a mesh.
 LOGICAL_AXES: dict[str, tuple[str, ...]] = {
     "norm": ("hidden",),
