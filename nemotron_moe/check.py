@@ -106,8 +106,8 @@ def relative_error(seen: Any, wanted: np.ndarray) -> float:
 def _choice_error(logits: jax.Array, oracle: dict[str, np.ndarray], weights: MoEWeights) -> np.ndarray:
     """[T]: how much a gap between two choice scores can be off.
 
-    A sigmoid's slope is at most 1/4, and a gap has two ends; adding the bias in float32 rounds each end by at most half an
-    eps of its size.
+    A sigmoid's slope is at most 1/4, and a gap has two ends; adding the bias in float32 rounds each end by at most half
+    an eps of its size.
     """
     logit_error = np.abs(np.asarray(logits).astype(np.float64) - oracle["router_logits"]).max(1)
     size = 1.0 + float(np.abs(np.asarray(weights.gate_bias)).max())
