@@ -21,6 +21,15 @@ def listed(names: list[str], limit: int = 10) -> str:
     return ", ".join(shown(name) for name in names[:limit]) + more
 
 
+def refuse_pointer(beginning: bytes, path: str) -> None:
+    """Raises a CheckpointError if a file starts as the note that Git LFS leaves in place of a large file."""
+    if beginning.startswith(b"version https://git-lfs.github.com/spec/"):
+        raise CheckpointError(
+            f"{path} is a Git LFS pointer, not the file itself: the download is incomplete. Fetch it with "
+            "`git lfs pull` or `hf download`."
+        )
+
+
 def parse_json(raw: bytes, where: str) -> dict[str, Any]:
     """Parses a stranger's JSON object; a key given twice is an error, since readers would disagree on which one counts.
 

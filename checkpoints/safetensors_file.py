@@ -1,11 +1,12 @@
 """Reads one safetensors file.
 
-The file is `u64 header length | JSON header | bytes of the tensors`; the header maps a tensor's name to its dtype, shape and
-range of bytes (https://github.com/huggingface/safetensors, "Format"). Files come from strangers: everything that the header
-claims is checked before a byte of data is read.
+The file is `u64 header length | JSON header | bytes of the tensors`; the header maps a tensor's name to its dtype,
+shape and range of bytes (https://github.com/huggingface/safetensors, "Format"). Files come from strangers: everything
+that the header claims is checked before a byte of data is read.
 """
 
 import dataclasses
+import io
 import math
 import os
 import stat
@@ -14,7 +15,7 @@ from typing import Any, Self
 import ml_dtypes
 import numpy as np
 
-from checkpoints.errors import CheckpointError, parse_json, shown
+from checkpoints.errors import CheckpointError, parse_json, refuse_pointer, shown
 
 # Bits per element, and the NumPy dtype of those that fill whole bytes.
 DTYPES: dict[str, tuple[int, np.dtype | None]] = {
@@ -42,12 +43,11 @@ DTYPES: dict[str, tuple[int, np.dtype | None]] = {
 
 _MAX_HEADER = 100_000_000  # The format's own limit.
 _MAX_RANK = 32
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a file: `dtype` is the format's name for it ("BF16"), `start` the position of its first byte in the file."""
+    """One tensor of a file: `dtype` is the format's name ("BF16"), `start` the position of the first byte in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -63,7 +63,9 @@ class TensorInfo:
         """
         dtype = DTYPES[self.dtype][1]
         if dtype is None:
-            raise CheckpointError(f"dtype {self.dtype} packs several elements into a byte; this reader has no use for it.")
+            raise CheckpointError(
+                f"dtype {self.dtype} packs several elements into a byte; this reader has no use for it."
+            )
         return dtype
 
     def at(self, index: int) -> "TensorInfo":
@@ -80,7 +82,7 @@ class SafetensorsFile:
       bytes_read: bytes of tensors read so far.
 
     Raises:
-      CheckpointError: on making it, if the file is missing, incomplete, damaged or no safetensors file; the message names it.
+      CheckpointError: on making it, if the file is missing, incomplete, damaged or no safetensors file; it is named.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -90,7 +92,7 @@ class SafetensorsFile:
             # Asked before opening, because opening a named pipe would wait for its other end.
             if not stat.S_ISREG(os.stat(self.path).st_mode):
                 raise CheckpointError(f"{shown(self.path)} is not a regular file.")
-            self._descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            self._file = io.FileIO(self.path, "rb")
         except OSError as error:
             raise CheckpointError(f"{shown(self.path)} cannot be opened: {error.strerror}.") from error
         try:
@@ -100,9 +102,7 @@ class SafetensorsFile:
             raise
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -128,22 +128,19 @@ class SafetensorsFile:
         self.bytes_read += len(view)
 
     def _fill(self, start: int, view: memoryview) -> None:
+        self._file.seek(start)
         done = 0
         while done < len(view):  # One call moves at most 2 GiB.
-            count = os.preadv(self._descriptor, [view[done:]], start + done)
-            if count == 0:
-                raise CheckpointError(f"{shown(self.path)} ends at byte {start + done}; it became shorter while being read.")
+            count = self._file.readinto(view[done:])
+            if not count:
+                raise CheckpointError(f"{shown(self.path)} ends at byte {start + done}; it became shorter meanwhile.")
             done += count
 
     def _read_header(self) -> dict[str, TensorInfo]:
-        path, size = shown(self.path), os.fstat(self._descriptor).st_size
-        beginning = bytearray(min(size, len(_LFS_POINTER)))
+        path, size = shown(self.path), os.fstat(self._file.fileno()).st_size
+        beginning = bytearray(min(size, 64))
         self._fill(0, memoryview(beginning))
-        if beginning == _LFS_POINTER:
-            raise CheckpointError(
-                f"{path} is a Git LFS pointer, not the file itself: the download is incomplete. Fetch it with "
-                "`git lfs pull` or `hf download`."
-            )
+        refuse_pointer(bytes(beginning), path)
         length = int.from_bytes(beginning[:8], "little")
         if size < 8 or length > size - 8:
             raise CheckpointError(
@@ -169,7 +166,9 @@ def _tensor(entry: Any, data_start: int, where: str) -> TensorInfo:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{where} has the unknown dtype {shown(dtype)}; known are {', '.join(DTYPES)}.")
     if not _naturals(shape) or len(shape) > _MAX_RANK:
-        raise CheckpointError(f"{where} has the shape {shown(shape)}; wanted at most {_MAX_RANK} integers, none negative.")
+        raise CheckpointError(
+            f"{where} has the shape {shown(shape)}; wanted at most {_MAX_RANK} integers, none negative."
+        )
     if not _naturals(offsets) or len(offsets) != 2:
         raise CheckpointError(f"{where} has the data_offsets {shown(offsets)}; wanted two integers, none negative.")
     begin, end = offsets
@@ -197,8 +196,8 @@ def _check_ranges(tensors: dict[str, TensorInfo], data_start: int, size: int, pa
         position, previous = info.start + info.nbytes, name
     if position > size:
         raise CheckpointError(
-            f"{path} is truncated: it has {size} bytes of {shown(position)}, so {shown(previous)} is cut off. If it was "
-            "downloaded, the download is incomplete."
+            f"{path} is truncated: it has {size} bytes of {shown(position)}, so {shown(previous)} is cut off. "
+            "If it was downloaded, the download is incomplete."
         )
     if position < size:
         raise CheckpointError(f"{path} has {size - position} bytes behind its last tensor, which the format forbids.")

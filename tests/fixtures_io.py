@@ -16,7 +16,17 @@ UNQUANTISED = ("bf16_direct", "bf16_latent", "fused3d_direct", "puzzle_bf16")
 _NAMES = {
     np.dtype(dtype): name
     for name, dtype in {
-        **{"BOOL": "?", "U8": "u1", "I8": "i1", "I16": "i2", "I32": "i4", "I64": "i8", "U16": "u2", "U32": "u4", "U64": "u8"},
+        **{
+            "BOOL": "?",
+            "U8": "u1",
+            "I8": "i1",
+            "I16": "i2",
+            "I32": "i4",
+            "I64": "i8",
+            "U16": "u2",
+            "U32": "u4",
+            "U64": "u8",
+        },
         **{"F16": "f2", "F32": "f4", "F64": "f8", "BF16": ml_dtypes.bfloat16},
         **{"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu},
     }.items()
@@ -54,14 +64,18 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def write_safetensors(path: str | os.PathLike[str], tensors: dict[str, np.ndarray], metadata: dict | None = None) -> None:
+def write_safetensors(
+    path: str | os.PathLike[str], tensors: dict[str, np.ndarray], metadata: dict | None = None
+) -> None:
     """Writes a safetensors file; views are stored with the contents that they show."""
     header: dict = {} if metadata is None else {"__metadata__": metadata}
     blobs, end = [], 0
     for name, array in tensors.items():
         blobs.append(np.asarray(array).tobytes())  # In C order, whatever the strides are.
         header[name] = {
-            "dtype": _NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [end, end + len(blobs[-1])]
+            "dtype": _NAMES[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [end, end + len(blobs[-1])],
         }
         end += len(blobs[-1])
     raw = json.dumps(header).encode()

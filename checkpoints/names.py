@@ -1,0 +1,139 @@
+"""The tensors' names in published checkpoints, one row per weight."""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+
+from checkpoints.errors import CheckpointError, listed, shown
+from checkpoints.safetensors_file import TensorInfo
+
+# Field of MoEWeights -> name behind the layer's prefix; N is the expert.
+TABLE: dict[str, str] = {
+    "norm": "norm.weight",
+    "gate": "mixer.gate.weight",
+    "gate_bias": "mixer.gate.e_score_correction_bias",
+    "fc1_latent_proj": "mixer.fc1_latent_proj.weight",
+    "fc2_latent_proj": "mixer.fc2_latent_proj.weight",
+    "experts_up_proj": "mixer.experts.N.up_proj.weight",
+    "experts_down_proj": "mixer.experts.N.down_proj.weight",
+    "shared_experts_up_proj": "mixer.shared_experts.up_proj.weight",
+    "shared_experts_down_proj": "mixer.shared_experts.down_proj.weight",
+}
+
+# The same weights in files that hold all experts as one tensor.
+STACKED: dict[str, str] = {
+    "experts_up_proj": "mixer.experts.up_proj",
+    "experts_down_proj": "mixer.experts.down_proj",
+}
+
+# Parts of a multi-token-prediction block that are not its MoE layer.
+_MTP_OWN = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.weight")
+
+# Scales of the activations: the computation is in the activations' own precision and has no use for them.
+_ACTIVATION_SCALES = (".input_scale", ".input_global_scale")
+
+_LAYER = re.compile(
+    r"((?:(?:backbone|model|language_model\.backbone)\.layers\.([0-9]{1,6})|(mtp\.layers\.[0-9]{1,6}))\.)(.+)",
+    re.DOTALL,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a tensor of the file belongs: `expert` is None if it is the field's whole array."""
+
+    field: str
+    expert: int | None
+    shape: tuple[int, ...]
+
+
+def prefixes_of_layers(names: Iterable[str]) -> dict[int | str, list[str]]:
+    """MoE layer (3, or "mtp.layers.1") -> the prefixes under which it occurs; numbers first, in order."""
+    found: dict[int | str, dict[str, None]] = {}
+    for name in names:
+        match = _LAYER.fullmatch(name)
+        if match and match[4].startswith(("mixer.gate.", "mixer.experts.")):
+            found.setdefault(match[3] or int(match[2]), {})[match[1]] = None
+    ordered = sorted(found, key=lambda layer: (isinstance(layer, str), len(str(layer)), str(layer)))
+    return {layer: sorted(found[layer]) for layer in ordered}
+
+
+def prefix_of(layer: int | str, layers: Mapping[int | str, list[str]]) -> str:
+    """The prefix of one layer's tensors, such as "backbone.layers.3.", given all layers from `prefixes_of_layers`.
+
+    Raises:
+      CheckpointError: if the layer is not there or no MoE layer, or is there under two prefixes.
+    """
+    prefixes = layers.get(layer, [])
+    if not prefixes:
+        known = listed([repr(known) for known in layers], limit=60) or "none"
+        raise CheckpointError(f"The checkpoint has no MoE layer {shown(repr(layer))}; its MoE layers are {known}.")
+    if len(prefixes) > 1:
+        raise CheckpointError(
+            f"Layer {layer} occurs {len(prefixes)} times, as {' and '.join(prefix[:-1] for prefix in prefixes)}; "
+            "nothing says which one is meant."
+        )
+    return prefixes[0]
+
+
+def expected_places(prefix: str, shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> dict[str, Place]:
+    """The tensors that a layer consists of, by name.
+
+    Args:
+      prefix: of the layer.
+      shapes: by field, of the layer's arrays.
+      names: the tensors that are there; they decide whether experts are expected one by one or stacked.
+
+    Raises:
+      CheckpointError: if the layer should have more experts than it has tensors.
+    """
+    names, places = set(names), {}
+    for field, shape in shapes.items():
+        if prefix + STACKED.get(field, "\0") in names:
+            places[prefix + STACKED[field]] = Place(field, None, shape)
+        elif field not in STACKED:
+            places[prefix + TABLE[field]] = Place(field, None, shape)
+        elif shape[0] > len(names):  # Before a hostile config makes us write out names without end.
+            raise CheckpointError(
+                f"{prefix}mixer should have {shape[0]} experts, but it has only {len(names)} tensors."
+            )
+        else:
+            for expert in range(shape[0]):
+                places[prefix + TABLE[field].replace("N", str(expert))] = Place(field, expert, shape[1:])
+    return places
+
+
+def check_names(places: Mapping[str, Place], tensors: Mapping[str, TensorInfo], where: str) -> None:
+    """Every expected tensor is there in its shape, and every tensor of the layer is expected.
+
+    Raises:
+      CheckpointError: listing the missing, surplus and wrongly shaped tensors.
+    """
+    surplus = [name for name in tensors if name not in places and not _ignored(name, places)]
+    missing = [name + _suggestion(name, surplus) for name in places if name not in tensors]
+    shapes = [
+        f"{name} {list(tensors[name].shape)} (wanted {list(place.shape)})"
+        for name, place in places.items()
+        if name in tensors and tensors[name].shape != place.shape
+    ]
+    faults = {"missing": missing, "surplus": surplus, "wrongly shaped": shapes}
+    if found := [f"{fault}: {listed(names)}" for fault, names in faults.items() if names]:
+        raise CheckpointError(f"{where} does not have the tensors that its config.json asks for. {'; '.join(found)}.")
+
+
+def _ignored(name: str, places: Mapping[str, Place]) -> bool:
+    if name.startswith("mtp.") and name.split(".", 3)[-1] in _MTP_OWN:
+        return True
+    return any(
+        f"{name.removesuffix(ending)}.weight" in places for ending in _ACTIVATION_SCALES if name.endswith(ending)
+    )
+
+
+def _suggestion(name: str, surplus: list[str]) -> str:
+    # Same numbers, or else every other expert would be a near match.
+    numbers = re.findall(r"[0-9]+", name)
+    near = difflib.get_close_matches(
+        name, [other for other in surplus if re.findall(r"[0-9]+", other) == numbers], 1, 0.8
+    )
+    return f" (is it {near[0]}?)" if near else ""

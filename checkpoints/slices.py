@@ -1,0 +1,128 @@
+"""Reads parts of stacked arrays from files, each byte once, straight into place."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from checkpoints.errors import CheckpointError, shown
+from checkpoints.safetensors_file import SafetensorsFile, TensorInfo
+
+# The (start, stop) of each axis.
+Bounds = tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A vector or matrix in a file that is `field`'s whole array, or row `expert` of its first axis."""
+
+    file: SafetensorsFile
+    name: str
+    info: TensorInfo
+    field: str
+    expert: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """One read from a file: some rows of `source`, for all parts of the array that need those rows."""
+
+    source: Source
+    rows: tuple[int, int]
+    parts: tuple[Bounds, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.source.info.nbytes // self.source.info.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return (self.rows[1] - self.rows[0]) * self.row_bytes
+
+
+def bounds(index: Iterable[slice], shape: tuple[int, ...]) -> Bounds:
+    """A tuple of slices as explicit bounds."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def plan_reads(sources: Iterable[Source], wanted: Mapping[str, Sequence[Bounds]]) -> list[Read]:
+    """The reads that fill the `wanted` parts of each field, in the order of the files' bytes.
+
+    Experts and rows that no part wants are not read. Columns are: a file is read in whole rows.
+    """
+    reads = []
+    for source in sorted(sources, key=lambda source: (source.file.path, source.info.start)):
+        by_rows: dict[tuple[int, int], list[Bounds]] = {}
+        for part in wanted[source.field]:
+            if source.expert is None:
+                by_rows.setdefault(part[0], []).append(part)
+            elif part[0][0] <= source.expert < part[0][1]:
+                by_rows.setdefault(part[1], []).append(part)
+        reads += [Read(source, rows, tuple(parts)) for rows, parts in by_rows.items()]
+    return reads
+
+
+def read_slices(
+    reads: Iterable[Read],
+    wanted: Mapping[str, Sequence[Bounds]],
+    dtypes: Mapping[str, np.dtype],
+    report: Callable[[int], None],
+) -> dict[tuple[str, Bounds], np.ndarray]:
+    """Carries out planned reads: the array of every wanted part, in `dtypes` of its field.
+
+    Args:
+      reads: from `plan_reads` with the same `wanted`.
+      report: called after each read with its number of bytes.
+
+    Raises:
+      CheckpointError: if a file became shorter meanwhile, or holds a value that overflows the dtype.
+    """
+    arrays = {
+        (field, part): _empty(tuple(stop - start for start, stop in part), dtypes[field])
+        for field, parts in wanted.items()
+        for part in parts
+    }
+    scratch = np.empty(0, np.uint8)
+    for read in reads:
+        source, dtype, start = read.source, read.source.info.numpy_dtype, read.rows[0]
+        position, shape = source.info.start + start * read.row_bytes, (read.rows[1] - start, *source.info.shape[1:])
+        targets = [
+            (
+                arrays[source.field, part]
+                if source.expert is None
+                else arrays[source.field, part][source.expert - part[0][0]],
+                part,
+            )
+            for part in read.parts
+        ]
+        first = targets[0][0]
+        if len(targets) == 1 and first.shape == shape and first.dtype == dtype:
+            source.file.read_into(position, first)
+        else:
+            if scratch.nbytes < read.nbytes:
+                scratch = np.empty(read.nbytes, np.uint8)
+            rows = scratch[: read.nbytes].view(dtype).reshape(shape)
+            source.file.read_into(position, rows)
+            for target, part in targets:
+                _convert(rows if rows.ndim == 1 else rows[:, slice(*part[-1])], target, source.name)
+        report(read.nbytes)
+    return arrays
+
+
+def _convert(values: np.ndarray, target: np.ndarray, name: str) -> None:
+    with np.errstate(over="ignore"):
+        np.copyto(target, values, casting="unsafe")
+    narrower = np.dtype(target.dtype).itemsize <= values.dtype.itemsize and target.dtype != values.dtype
+    if narrower and np.any(np.isinf(target) & ~np.isinf(values)):
+        raise CheckpointError(
+            f"{shown(name)} has values that overflow {target.dtype}; load it in its own {values.dtype}."
+        )
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Uninitialised memory on a 64-byte boundary, which jax on the CPU takes over instead of copying."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
