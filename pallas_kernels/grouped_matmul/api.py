@@ -1,0 +1,145 @@
+"""The public function: checks its arguments, chooses an implementation, and ties the three products to one gradient."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import dtypes, lax
+from jax.typing import DTypeLike
+
+from pallas_kernels.grouped_matmul.reference import Reference
+from pallas_kernels.grouped_matmul.tile import Tile
+from pallas_kernels.grouped_matmul.xla import Xla, varying_axes
+from pallas_kernels.implementation import Choice, Facts, select
+
+IMPLEMENTATIONS = (Xla(), Reference())  # in order of preference
+ACTIVATIONS = (None, "relu2")
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def grouped_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    activation: str | None = None,
+    out_dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+    tile: Tile | None = None,
+) -> jax.Array:
+    """Multiplies consecutive groups of rows, each by the transpose of its own matrix.
+
+    Row i of group g becomes `activation(lhs[i] @ rhs[g].T)`: products of operands in lhs's dtype (float32 ones at full
+    precision), a float32 sum, the activation in float32, then one rounding. Rows after the last group are zero, and
+    whatever they hold (NaN too) reaches no other row and no gradient. If the sizes add up to more than M, the groups end
+    at row M. The bits of a row do not depend on where in its group it stands.
+
+    Differentiable in `lhs` and `rhs`. The cotangent is rounded once to lhs's dtype. The derivative of relu2 is taken from
+    the saved output, 2 * sqrt(out), so it is exact up to the rounding of out.
+
+    Args:
+      lhs: [M, K], bfloat16, float16 or float32. M = 0 works.
+      rhs: [G, N, K], any of those dtypes; widened or narrowed to lhs's dtype block by block, never as a whole.
+      group_sizes: [G] integers, rows of each group; zeros are fine, and negative sizes count as zero.
+      activation: None, or "relu2": relu(x)^2.
+      out_dtype: one of those dtypes; None means lhs's.
+      implementation: a name in `IMPLEMENTATIONS`, or None for the first one that serves these arguments.
+      tile: block sizes for "xla"; None chooses them from the shapes.
+
+    Returns:
+      [M, N] in `out_dtype`.
+
+    Raises:
+      ValueError: naming the argument, what was seen and what was wanted.
+    """
+    out_dtype = np.dtype(lhs.dtype if out_dtype is None else out_dtype)
+    _check(lhs, rhs, group_sizes, activation, out_dtype)
+    chosen = choose(lhs, rhs, implementation=implementation).implementation
+    # One set of varying mesh axes for all, so that under shard_map the sum over a replicated operand's gradient is JAX's.
+    lhs, rhs, group_sizes = _vary_alike(lhs, rhs, group_sizes)
+    most = min(lhs.shape[0], jnp.iinfo(group_sizes.dtype).max)
+    ends = jnp.minimum(jnp.cumsum(jnp.clip(group_sizes, 0, most).astype(jnp.int32)), lhs.shape[0])
+    sizes = jnp.diff(ends, prepend=jnp.zeros_like(ends, shape=(1,)))
+    call = _Call(chosen, activation, out_dtype, np.dtype(rhs.dtype), tile)
+    return _product(call, lhs, rhs, sizes)
+
+
+def choose(lhs: jax.Array, rhs: jax.Array, *, implementation: str | None = None) -> Choice[Any]:
+    """Which implementation `grouped_matmul` uses for arrays (or ShapeDtypeStructs) like these, and why.
+
+    Raises:
+      ValueError: if `implementation` names none, or one that refuses these arguments.
+    """
+    (groups, columns, depth), rows = rhs.shape, lhs.shape[0]
+    facts = Facts.here(
+        dtypes={"lhs": lhs.dtype, "rhs": rhs.dtype},
+        sizes={"rows": rows, "groups": groups, "columns": columns, "depth": depth},
+    )
+    return select("grouped_matmul", IMPLEMENTATIONS, facts, implementation)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The static part of a call."""
+
+    implementation: Any
+    activation: str | None
+    out_dtype: np.dtype
+    rhs_dtype: np.dtype
+    tile: Tile | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+    with jax.named_scope("grouped_matmul"):
+        return call.implementation.forward(
+            lhs, rhs, sizes, activation=call.activation, out_dtype=call.out_dtype, tile=call.tile
+        )
+
+
+def _forward(call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
+    out = _product(call, lhs, rhs, sizes)
+    return out, (lhs, rhs, sizes, None if call.activation is None else out)
+
+
+def _backward(call: _Call, residuals: tuple[Any, ...], dout: jax.Array) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    lhs, rhs, sizes, out = residuals
+    if out is not None:
+        dout = dout.astype(jnp.float32) * (2 * jnp.sqrt(out.astype(jnp.float32)))
+    dout = dout.astype(lhs.dtype)
+    with jax.named_scope("grouped_matmul_dlhs"):
+        dlhs = call.implementation.dlhs(dout, rhs, sizes, tile=call.tile)
+    with jax.named_scope("grouped_matmul_drhs"):
+        drhs = call.implementation.drhs(dout, lhs, sizes, out_dtype=call.rhs_dtype, tile=call.tile)
+    return dlhs, drhs, np.zeros(sizes.shape, dtypes.float0)
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _check(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, activation: str | None, out_dtype: np.dtype) -> None:
+    for name, array, wanted in (("lhs", lhs, "[M, K]"), ("rhs", rhs, "[G, N, K]"), ("group_sizes", group_sizes, "[G]")):
+        if array.ndim != len(wanted.split(",")):
+            raise ValueError(f"{name} has shape {array.shape}; wanted {wanted}.")
+    for name, dtype in (("lhs", lhs.dtype), ("rhs", rhs.dtype), ("out_dtype", out_dtype)):
+        if dtype not in DTYPES:
+            raise ValueError(f"{name} is {dtype}; wanted one of {[np.dtype(d).name for d in DTYPES]}.")
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(f"group_sizes is {group_sizes.dtype}; wanted integers, such as int32.")
+    if lhs.shape[1] != rhs.shape[2]:
+        raise ValueError(
+            f"lhs has K = {lhs.shape[1]} but rhs has K = {rhs.shape[2]}, from shapes {lhs.shape} and {rhs.shape}; "
+            "rhs is [G, N, K], as in the checkpoint: out by in."
+        )
+    if group_sizes.shape[0] != rhs.shape[0]:
+        raise ValueError(f"group_sizes has {group_sizes.shape[0]} groups but rhs has {rhs.shape[0]}; wanted one size each.")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; wanted one of {list(ACTIVATIONS)}.")
+
+
+def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
+    axes = frozenset[str]().union(*(varying_axes(array) for array in arrays))
+    return [lax.pcast(array, tuple(axes - varying_axes(array)), to="varying") for array in arrays]
