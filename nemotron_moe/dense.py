@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from nemotron_moe.validate import check_activations, check_shape
 
@@ -16,8 +17,10 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float = 1e-5) -> jax.Arra
     return (wide * lax.expand_dims(weight.astype(jnp.float32), range(x.ndim - 1))).astype(x.dtype)
 
 
-def linear(x: jax.Array, weight: jax.Array, *, activation: str | None = None) -> jax.Array:
-    """x [..., in] times weight [out, in] transposed -> [..., out] in x's dtype.
+def linear(
+    x: jax.Array, weight: jax.Array, *, activation: str | None = None, out_dtype: DTypeLike | None = None
+) -> jax.Array:
+    """x [..., in] times weight [out, in] transposed -> [..., out] in `out_dtype` (None: x's).
 
     The weight is cast to x's dtype; the sum is float32 (float32 operands multiply at the highest precision), and so is
     the activation: None or "relu2", max(v, 0)^2.
@@ -31,9 +34,15 @@ def linear(x: jax.Array, weight: jax.Array, *, activation: str | None = None) ->
         out = jnp.square(jax.nn.relu(out))
     elif activation is not None:
         raise ValueError(f'activation is {activation!r}; wanted None or "relu2".')
-    return out.astype(x.dtype)
+    return out.astype(out_dtype or x.dtype)
+
+
+def squares_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """The dtype that keeps relu^2 of values of `dtype`: float32 for float16, where 256^2 is infinite."""
+    return jnp.dtype(jnp.float32 if dtype == jnp.float16 else dtype)
 
 
 def shared_expert(x: jax.Array, up_proj: jax.Array, down_proj: jax.Array) -> jax.Array:
     """relu(x @ up^T)^2 @ down^T: x [..., H], up_proj [S, H], down_proj [H, S] -> [..., H] in x's dtype."""
-    return linear(linear(x, up_proj, activation="relu2"), down_proj)
+    inner = linear(x, up_proj, activation="relu2", out_dtype=squares_dtype(x.dtype))
+    return linear(inner, down_proj, out_dtype=x.dtype)

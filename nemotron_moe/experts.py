@@ -2,6 +2,7 @@
 
 import jax
 
+from nemotron_moe.dense import squares_dtype
 from nemotron_moe.dispatch import Plan, combine, gather_rows
 from pallas_kernels.grouped_matmul import grouped_matmul
 
@@ -31,8 +32,15 @@ def routed_experts(
     with jax.named_scope("dispatch"):
         rows = gather_rows(x, plan)
     with jax.named_scope("experts_up"):
-        inner = grouped_matmul(rows, up_proj, plan.group_sizes, activation="relu2", implementation=implementation)
+        inner = grouped_matmul(
+            rows,
+            up_proj,
+            plan.group_sizes,
+            activation="relu2",
+            out_dtype=squares_dtype(x.dtype),
+            implementation=implementation,
+        )
     with jax.named_scope("experts_down"):
-        out = grouped_matmul(inner, down_proj, plan.group_sizes, implementation=implementation)
+        out = grouped_matmul(inner, down_proj, plan.group_sizes, out_dtype=x.dtype, implementation=implementation)
     with jax.named_scope("combine"):
         return combine(out, weights, plan)
