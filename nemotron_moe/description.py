@@ -75,7 +75,9 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Description:
-    """What `describe` found; prints as a table, and `dataclasses.asdict` makes a JSON-able dict of it.
+    """What `describe` found; prints as tables within 80 columns, and `dataclasses.asdict` makes a JSON-able dict of it.
+
+    MFLOP in the tables is for one token.
 
     Attributes:
       layers: every MoE layer in order.
@@ -90,7 +92,7 @@ class Description:
     def __repr__(self) -> str:
         from rich.console import Console
 
-        console = Console(width=120, color_system=None, force_jupyter=False, legacy_windows=False)
+        console = Console(width=100, color_system=None, force_jupyter=False, legacy_windows=False)
         with console.capture() as capture:
             console.print(self.__rich__())
         return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
@@ -101,19 +103,23 @@ class Description:
         alike: dict[tuple[MoEConfig, bool], list[Layer]] = {}
         for layer in self.layers:
             alike.setdefault((layer.config, _is_mtp(layer.layer)), []).append(layer)
-        tables = [_table("each layer", "hidden", "latent", "inner", "shared", "experts", *_COLUMNS)]
+        tables = [
+            _table("each layer", "hidden", "latent", "inner", "shared", "experts"),
+            _table("each layer", *_COLUMNS),
+            _table("together", *_COLUMNS, "MFLOP"),
+        ]
         for (config, _), layers in alike.items():
             widths = (config.hidden_size, config.moe_latent_size, config.moe_intermediate_size)
             shape = [str(width or "-") for width in (*widths, config.moe_shared_expert_intermediate_size)]
             experts = f"{config.num_experts_per_tok} of {config.n_routed_experts}"
             names = shorten(layer.layer for layer in layers if layer.layer is not None)
-            tables[0].add_row(names, *shape, experts, *_cells(layers[0].sizes.total))
-        tables.append(_table("together", *_COLUMNS, "MFLOP/token"))
+            tables[0].add_row(names, *shape, experts)
+            tables[1].add_row(names, *_cells(layers[0].sizes.total))
         for field in dataclasses.fields(Sizes):
             size = getattr(self.model, field.name)
             if size.parameters:
-                tables[1].add_row(field.name, *_cells(size), f"{size.flops_per_token / 1e6:,.1f}")
-        return Group(*(line for table in tables for line in (table, "")))
+                tables[2].add_row(field.name, *_cells(size), f"{size.flops_per_token / 1e6:,.0f}")
+        return Group(*(line for table in tables if table.row_count for line in (table, "")))
 
 
 def describe(config: MoEConfig | Mapping[Any, Any] | str | os.PathLike[str]) -> Description:
@@ -194,7 +200,7 @@ def _table(*headings: str) -> Any:
 
     table = Table(box=None, pad_edge=False)
     for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left", no_wrap=number > 0)
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
     return table
 
 
@@ -204,5 +210,5 @@ _COLUMNS = ("parameters", "active", "BF16", "FP8", "NVFP4")
 def _cells(size: Size) -> list[str]:
     from rich.filesize import decimal
 
-    nbytes = (decimal(count, precision=2) for count in (size.bf16, size.fp8, size.nvfp4))
+    nbytes = (decimal(count, precision=1) for count in (size.bf16, size.fp8, size.nvfp4))
     return [f"{size.parameters:,}", f"{size.active_parameters:,}", *nbytes]
