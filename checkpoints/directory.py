@@ -1,12 +1,17 @@
 """A checkpoint on disk: which file holds which tensor."""
 
+import functools
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
 from checkpoints.errors import CheckpointError, listed, parse_json, refuse_pointer, shown
+from checkpoints.names import prefixes_of_layers
 from checkpoints.safetensors_file import SafetensorsFile
+from nemotron_moe.config import MoEConfig
+from nemotron_moe.hf_config import moe_layers_from_hf
 
 INDEX = "model.safetensors.index.json"
 
@@ -30,6 +35,22 @@ class Checkpoint:
         except BaseException:
             self.close()
             raise
+
+    @functools.cached_property
+    def layers(self) -> dict[int | str, list[str]]:
+        """The MoE layers and their prefixes, as `prefixes_of_layers`."""
+        return prefixes_of_layers(self.weight_map)
+
+    @functools.cached_property
+    def configs(self) -> Mapping[int | str, MoEConfig]:
+        """What config.json says of each MoE layer.
+
+        Raises:
+          ValueError: if it is missing or not understood.
+        """
+        if not (self.folder / "config.json").is_file():
+            raise CheckpointError(f"{shown(self.folder)} has no config.json, which says how large its layers are.")
+        return moe_layers_from_hf(self.folder)
 
     def close(self) -> None:
         for file in self._files.values():

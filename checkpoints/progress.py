@@ -1,6 +1,7 @@
 """Tells the user how far a load is."""
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterator
 
 Progress = Callable[[int, int], object]
@@ -14,7 +15,7 @@ def reporting(progress: Progress | None, total: int) -> Iterator[Callable[[int],
 
     Args:
       progress: called after each step with (bytes done, bytes in total). None shows a bar on stderr, if the total is
-        1 GiB or more and stderr is a terminal or a notebook.
+        1 GiB or more and stderr is a terminal or a notebook with ipywidgets.
       total: bytes in total.
     """
     done = 0
@@ -33,7 +34,8 @@ def reporting(progress: Progress | None, total: int) -> Iterator[Callable[[int],
     from rich.progress import Progress as Bar
 
     console = Console(stderr=True)
-    if not (console.is_terminal or console.is_jupyter):
+    # In a notebook without ipywidgets rich warns instead of drawing.
+    if not (console.is_terminal or (console.is_jupyter and importlib.util.find_spec("ipywidgets"))):
         yield step
         return
     with Bar(

@@ -47,7 +47,7 @@ _MAX_RANK = 32
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a file: `dtype` is the format's name ("BF16"), `start` the position of the first byte in the file."""
+    """One tensor of a file: `dtype` is the format's name ("BF16"), `start` the first byte's position in the file."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -93,3 +93,73 @@ def write_checkpoint(folder: Path, shards: dict[str, dict[str, np.ndarray]], con
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def moe_config(layers: tuple[str, ...] = ("mamba", "moe"), **changes) -> dict:
+    """A config.json of tiny layers; `changes` replaces keys."""
+    return {
+        "model_type": "nemotron_h",
+        "layers_block_type": list(layers),
+        "hidden_size": 16,
+        "moe_intermediate_size": 12,
+        "moe_shared_expert_intermediate_size": 20,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 2.5,
+        **changes,
+    }
+
+
+def layer_tensors(prefix: str, config: dict, *, seed: int = 0, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
+    """Random tensors of one MoE layer under their published names."""
+    rng = np.random.default_rng(seed)
+    hidden, inner, shared = (
+        config[key] for key in ("hidden_size", "moe_intermediate_size", "moe_shared_expert_intermediate_size")
+    )
+    experts, latent = config["n_routed_experts"], config.get("moe_latent_size")
+    shapes = {"norm.weight": (hidden,), "mixer.gate.weight": (experts, hidden)}
+    if latent:
+        shapes |= {"mixer.fc1_latent_proj.weight": (latent, hidden), "mixer.fc2_latent_proj.weight": (hidden, latent)}
+    blocks = {f"experts.{expert}": (inner, latent or hidden) for expert in range(experts)}
+    for block, (rows, columns) in (blocks | {"shared_experts": (shared, hidden)}).items():
+        shapes[f"mixer.{block}.up_proj.weight"] = (rows, columns)
+        shapes[f"mixer.{block}.down_proj.weight"] = (columns, rows)
+    tensors = {prefix + name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+    bias = rng.standard_normal(experts).astype(np.float32)
+    return tensors | {prefix + "mixer.gate.e_score_correction_bias": bias}
+
+
+def shuffled(tensors: dict[str, np.ndarray], shards: int, *, seed: int = 0) -> dict[str, dict[str, np.ndarray]]:
+    """The tensors in random order, dealt to `shards` files."""
+    names = np.random.default_rng(seed).permutation(list(tensors))
+    return {
+        f"model-{shard + 1:05}-of-{shards:05}.safetensors": {str(name): tensors[name] for name in names[shard::shards]}
+        for shard in range(shards)
+    }
+
+
+def stacked_by_hand(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    """What the fields of MoEWeights must hold, by a route that has nothing in common with the loader's."""
+    mixer = prefix + "mixer."
+    names = {
+        "norm": prefix + "norm.weight",
+        "gate": mixer + "gate.weight",
+        "gate_bias": mixer + "gate.e_score_correction_bias",
+        **{f"{name}_latent_proj": f"{mixer}{name}_latent_proj.weight" for name in ("fc1", "fc2")},
+        **{f"shared_experts_{name}": f"{mixer}shared_experts.{name}.weight" for name in ("up_proj", "down_proj")},
+    }
+    fields = {field: tensors[name] for field, name in names.items() if name in tensors}
+    for name in ("up_proj", "down_proj"):
+        parts, expert = [], 0
+        while (key := f"{mixer}experts.{expert}.{name}.weight") in tensors:
+            parts.append(tensors[key])
+            expert += 1
+        fields[f"experts_{name}"] = np.stack(parts) if parts else tensors[f"{mixer}experts.{name}"]
+    return fields
+
+
+def assert_same_bits(array, wanted: np.ndarray) -> None:
+    """Equal in dtype, shape and every bit."""
+    array = np.asarray(array)
+    assert (array.dtype, array.shape) == (wanted.dtype, wanted.shape)
+    assert array.tobytes() == wanted.tobytes()
