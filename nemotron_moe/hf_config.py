@@ -1,13 +1,14 @@
 """From a published `config.json` to one `MoEConfig` per Mixture-of-Experts layer."""
 
 import json
-import operator
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, SupportsIndex
+from typing import Any
+
+import numpy as np
 
 from nemotron_moe.config import MoEConfig
 
@@ -92,7 +93,7 @@ def moe_layers_from_hf(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mo
         raise ValueError(f"{path}: {reason}") from error
 
 
-def pick_layer(layers: Mapping[int | str, MoEConfig], layer: SupportsIndex | str | None) -> MoEConfig:
+def pick_layer(layers: Mapping[int | str, MoEConfig], layer: int | np.integer | str | None) -> MoEConfig:
     """The configuration of one layer; `layer` may be None where all layers (MTP aside) are alike.
 
     Raises:
@@ -105,9 +106,9 @@ def pick_layer(layers: Mapping[int | str, MoEConfig], layer: SupportsIndex | str
         if len(kinds) != 1:
             raise ValueError(f"layer is None, but the MoE layers are of {len(kinds)} kinds; pass layer=: {known}")
         return kinds.pop()
-    if isinstance(layer, bool) or not isinstance(layer, (str, SupportsIndex)):
+    if isinstance(layer, bool) or not isinstance(layer, (str, int, np.integer)):
         raise ValueError(f"layer is {layer!r}; wanted a number or a name: {known}")
-    layer = layer if isinstance(layer, str) else operator.index(layer)
+    layer = layer if isinstance(layer, str) else int(layer)
     if layer in layers:
         return layers[layer]
     others = getattr(layers, "others", {})

@@ -341,7 +341,9 @@ def test_none_will_do_where_all_layers_are_alike():
     [
         (PUZZLE, None, ["14 kinds", "layer=", "1, 3, ..., 87, mtp.layers.1"]),
         (NANO, 0, ["layer 0", "'mamba'", "1, 3, ..., 49, 51"]),
-        (NANO, 5, ["layer 5", "'attention'"]),
+        (NANO, np.int64(5), ["layer 5 ", "'attention'"]),
+        (NANO, np.True_, ["wanted a number or a name"]),
+        (NANO, np.array([1]), ["array([1])", "wanted a number or a name"]),
         (SUPER, "mtp.layers.0", ["'mtp.layers.0'", "'attention'"]),
         (NANO, 52, ["layer 52", "does not exist"]),
         (NANO, -1, ["layer -1", "does not exist"]),
