@@ -2,6 +2,10 @@
 
 import builtins
 import io
+import os
+import socket
+import subprocess
+import sys
 
 import fixtures_io
 import jax
@@ -176,6 +180,52 @@ def test_parts_that_split_rows_and_columns_are_each_read_once(tmp_path):
 
     _, read = read_by(folder, 0, top_half)
     assert read["experts_up_proj"] == wanted["experts_up_proj"].nbytes // 2
+
+
+PROCESS = """
+import sys
+import jax, numpy as np
+from checkpoints import load_layer
+from nemotron_moe.sharding import ShardingRules
+
+folder, port, rank = sys.argv[1:]
+jax.distributed.initialize(f"localhost:{port}", 2, int(rank))
+totals = []
+weights, _ = load_layer(
+    folder, 2, mesh=jax.make_mesh((4,), ("x",)), rules=ShardingRules(experts="x"),
+    progress=lambda done, total: totals.append((done, total)),
+)
+shards = weights.experts_up_proj.addressable_shards
+parts = {str(shard.index[0]): np.asarray(shard.data).tobytes().hex() for shard in shards}
+print(totals[-1], weights.gate.is_fully_replicated, sorted(parts.items()))
+"""
+
+
+def test_each_of_two_processes_reads_and_holds_its_half_of_the_experts(tmp_path):
+    folder, tensors = four_layers(tmp_path)
+    wanted = stacked_by_hand(tensors, "backbone.layers.2.")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(folder), port, str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0]
+    experts = wanted["experts_up_proj"].nbytes + wanted["experts_down_proj"].nbytes
+    rest = sum(array.nbytes for array in wanted.values()) - experts
+    for rank, output in enumerate(outputs):
+        mine = [slice(rank * 64 + start, rank * 64 + start + 32, None) for start in (0, 32)]
+        parts = sorted((str(part), wanted["experts_up_proj"][part].tobytes().hex()) for part in mine)
+        read = rest + experts // 2
+        assert output.strip() == f"{(read, read)} True {parts}"
 
 
 def test_the_config_returned_is_the_layers_own():
