@@ -90,6 +90,8 @@ def moe_layers_from_hf(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mo
         return _layers(parsed)
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
+        if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)):
+            reason = f"not valid JSON ({error})"
         raise ValueError(f"{path}: {reason}") from error
 
 

@@ -1,0 +1,177 @@
+"""The command line: reads the arguments, calls the library, and turns errors into one line."""
+
+import argparse
+import importlib.metadata
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import nemotron_moe as nm
+from nemotron_moe.hf_config import MoELayers, moe_layers_from_hf, pick_layer
+
+EXIT_OK, EXIT_FAILED, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 0, 1, 2, 130, 141
+
+_EPILOG = """\
+examples:
+  nemotron-moe demo                                  is this installation right?
+  nemotron-moe info                                  the released models
+  nemotron-moe info super                            what one of them holds and costs
+  nemotron-moe info ~/Nemotron-3-Nano                the same for a checkpoint
+  nemotron-moe info ~/Nemotron-3-Nano --layer 3      one layer of it
+  nemotron-moe info ~/Nemotron-3-Nano --layer 3 --files
+                                                     the shards that this layer needs
+  nemotron-moe check ~/Nemotron-3-Nano --layer 3     load that layer, run it, prove it right
+
+exit status: 0 all is well, 1 the demo or the check did not pass, 2 an error, told in one line.
+"""
+_INFO = """\
+Without an argument it lists the released models. With one it says what the MoE layers hold and cost, from the
+configuration alone: nothing is loaded, and no weights need be there.
+"""
+_CHECK = """\
+Loads one layer, runs it jit-compiled on random tokens, and compares every stage with the same layer in float64 NumPy,
+which takes seconds to minutes for a layer of a real model. Only the shards that hold the layer need be present.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_ERROR, f"nemotron-moe: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns the exit status; `arguments` are those of the process if None."""
+    options = _parser().parse_args(arguments)
+    logging.getLogger("jax._src.xla_bridge").addFilter(_without_traceback)
+    try:
+        status = options.run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except KeyboardInterrupt:
+        return _error("interrupted.", EXIT_INTERRUPTED)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return _error(f"{where}{error.strerror or error}")
+    except MemoryError as error:
+        return _error(f"not enough memory: {error}".removesuffix(": "))
+    except (ValueError, RuntimeError) as error:  # RuntimeError is what jax raises about devices and their memory.
+        return _error(str(error))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="nemotron-moe",
+        description="The Mixture-of-Experts layer of NVIDIA Nemotron-3 in JAX.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    common = _Parser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+    demo = commands.add_parser(
+        "demo", parents=[common], help="run a layer of a tiny checkpoint and compare with Hugging Face's output"
+    )
+    demo.set_defaults(run=_demo)
+
+    info = commands.add_parser("info", parents=[common], help="what a model's MoE layers hold", description=_INFO)
+    info.add_argument("model", nargs="?", help="a checkpoint's folder, a config.json, or the name of a released model")
+    info.add_argument("--layer", type=_layer, metavar="N", help="one layer: a number, or a name such as mtp.layers.1")
+    info.add_argument("--files", action="store_true", help="print the shards that hold --layer, one a line")
+    info.set_defaults(run=_info)
+
+    check = commands.add_parser(
+        "check", parents=[common], help="load a layer, run it, and compare with the float64 oracle", description=_CHECK
+    )
+    check.add_argument("path", help="a checkpoint's folder")
+    check.add_argument(
+        "--layer", type=_layer, metavar="N", required=True, help="a number, or a name such as mtp.layers.1"
+    )
+    check.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="of the activations (default: float32)",
+    )
+    check.set_defaults(run=_check)
+    return parser
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from nemotron_moe import cli_output as output
+    from nemotron_moe.demo import run_demo
+
+    report = run_demo()
+    output.show(output.demo_report(report), as_json=options.json)
+    return EXIT_OK if report.passed else EXIT_FAILED
+
+
+def _info(options: argparse.Namespace) -> int:
+    from nemotron_moe import cli_output as output
+
+    if options.files:
+        if options.model is None or options.layer is None:
+            raise ValueError("--files wants a checkpoint and a layer: nemotron-moe info PATH --layer N --files.")
+        shown = output.files(nm.layer_files(options.model, options.layer))
+    elif options.model is None:
+        if options.layer is not None:
+            raise ValueError("--layer wants a model: nemotron-moe info MODEL --layer N.")
+        shown = output.models(nm.presets.MODELS)
+    else:
+        layers = _moe_layers(options.model)
+        if options.layer is None:
+            shown = output.description(nm.describe(layers))
+        else:
+            shown = output.layer(options.layer, pick_layer(layers, options.layer))
+    output.show(shown, as_json=options.json)
+    return EXIT_OK
+
+
+def _check(options: argparse.Namespace) -> int:
+    from nemotron_moe import cli_output as output
+
+    weights, config = nm.load_layer(options.path, options.layer)
+    report = nm.self_check(weights, config, dtype=options.dtype)
+    output.show(
+        output.check_report(options.path, options.layer, options.dtype, config, weights, report), as_json=options.json
+    )
+    return EXIT_OK if report.passed else EXIT_FAILED
+
+
+def _moe_layers(model: str) -> MoELayers:
+    from checkpoints.directory import resolve
+
+    if model in nm.presets.MODELS:
+        return nm.presets.MODELS[model]
+    return moe_layers_from_hf(model if os.path.isfile(model) else resolve(model))
+
+
+def _layer(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    # A GPU plugin that finds no driver or no cuDNN is worth a line, and jax goes on without it.
+    if record.exc_info:
+        record.msg, record.args, record.exc_info = f"{record.getMessage()}: {record.exc_info[1]}", (), None
+    return True
+
+
+def _version() -> str:
+    try:
+        own = importlib.metadata.version("nemotron-moe")
+    except importlib.metadata.PackageNotFoundError:
+        own = "(source tree)"
+    return f"nemotron-moe {own}, jax {importlib.metadata.version('jax')}"
+
+
+def _error(message: str, status: int = EXIT_ERROR) -> int:
+    print(f"nemotron-moe: {' '.join(message.split())}", file=sys.stderr)
+    return status
