@@ -114,7 +114,8 @@ def resolve(path: str | os.PathLike[str]) -> Path:
         )
     if not folder.is_dir():
         raise CheckpointError(f"{shown(path)} is not a folder.")
-    return _snapshot(folder) if (folder / "snapshots").is_dir() else folder
+    cached = (folder / "snapshots").is_dir() and not (folder / "config.json").exists()
+    return _snapshot(folder) if cached else folder
 
 
 def _snapshot(repository: Path) -> Path:

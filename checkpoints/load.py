@@ -144,4 +144,5 @@ def _weights(plan: _Plan, step: Callable[[int], None]) -> MoEWeights:
             like.shape, like.sharding, lambda index: arrays[field, bounds(index or (), like.shape)], dtype=like.dtype
         )
 
-    return MoEWeights(**{field: leaf(field, like) for field, like in abstract.items()})
+    # Waits, so that the next layer's memory comes after this one's has gone to the device.
+    return jax.block_until_ready(MoEWeights(**{field: leaf(field, like) for field, like in abstract.items()}))

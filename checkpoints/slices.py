@@ -55,16 +55,14 @@ def plan_reads(sources: Iterable[Source], wanted: Mapping[str, Sequence[Bounds]]
     for source in sorted(sources, key=lambda source: (source.file.path, source.info.start)):
         by_rows: dict[tuple[int, int], list[Bounds]] = {}
         for part in wanted[source.field]:
-            if source.expert is None:
-                by_rows.setdefault(part[0], []).append(part)
-            elif part[0][0] <= source.expert < part[0][1]:
-                by_rows.setdefault(part[1], []).append(part)
+            if source.expert is None or part[0][0] <= source.expert < part[0][1]:
+                by_rows.setdefault(_within(source, part)[0], []).append(part)
         reads += [Read(source, rows, tuple(parts)) for rows, parts in by_rows.items()]
     return reads
 
 
 def read_slices(
-    reads: Iterable[Read],
+    reads: Sequence[Read],
     wanted: Mapping[str, Sequence[Bounds]],
     dtypes: Mapping[str, np.dtype],
     report: Callable[[int], None],
@@ -83,31 +81,31 @@ def read_slices(
         for field, parts in wanted.items()
         for part in parts
     }
-    scratch = np.empty(0, np.uint8)
+    scratch = np.empty(max((read.nbytes for read in reads), default=0), np.uint8)
     for read in reads:
-        source, dtype, start = read.source, read.source.info.numpy_dtype, read.rows[0]
-        position, shape = source.info.start + start * read.row_bytes, (read.rows[1] - start, *source.info.shape[1:])
-        targets = [
-            (
-                arrays[source.field, part]
-                if source.expert is None
-                else arrays[source.field, part][source.expert - part[0][0]],
-                part,
-            )
-            for part in read.parts
-        ]
-        first = targets[0][0]
-        if len(targets) == 1 and first.shape == shape and first.dtype == dtype:
-            source.file.read_into(position, first)
+        source, (start, stop) = read.source, read.rows
+        position, shape = source.info.start + start * read.row_bytes, (stop - start, *source.info.shape[1:])
+        targets = [_target(arrays[source.field, part], source, part) for part in read.parts]
+        if len(targets) == 1 and (targets[0].shape, targets[0].dtype) == (shape, source.info.numpy_dtype):
+            source.file.read_into(position, targets[0])
         else:
-            if scratch.nbytes < read.nbytes:
-                scratch = np.empty(read.nbytes, np.uint8)
-            rows = scratch[: read.nbytes].view(dtype).reshape(shape)
+            rows = scratch[: read.nbytes].view(source.info.numpy_dtype).reshape(shape)
             source.file.read_into(position, rows)
-            for target, part in targets:
-                _convert(rows if rows.ndim == 1 else rows[:, slice(*part[-1])], target, source.name)
+            for target, part in zip(targets, read.parts, strict=True):
+                columns = (slice(*bound) for bound in _within(source, part)[1:])
+                _convert(rows[:, *columns], target, source.name)
         report(read.nbytes)
     return arrays
+
+
+def _within(source: Source, part: Bounds) -> Bounds:
+    """The part's bounds inside `source`."""
+    return part if source.expert is None else part[1:]
+
+
+def _target(array: np.ndarray, source: Source, part: Bounds) -> np.ndarray:
+    """Where in the part's array the values of `source` go."""
+    return array if source.expert is None else array[source.expert - part[0][0]]
 
 
 def _convert(values: np.ndarray, target: np.ndarray, name: str) -> None:

@@ -54,7 +54,7 @@ HOSTILE = {
     "shape of a million axes": (file_of({"a": entry(shape=(1,) * 1_000_000)}, b"1"), "at most"),
     "shape larger than the bytes": (file_of({"a": entry(shape=(5,))}, b"1234"), "takes 5"),
     "shape smaller than the bytes": (file_of({"a": entry("U16", shape=(1,))}, b"1234"), "takes 2"),
-    "half a byte": (file_of({"a": entry("F4", shape=(7,))}, b"1234"), "takes 3.5"),
+    "half a byte": (file_of({"a": entry("F4", shape=(7,), offsets=(0, 3))}, b"123"), "takes 3.5"),
     "offsets backwards": (file_of({"a": entry(shape=(0,), offsets=(4, 0))}, b"1234"), "-4 bytes"),
     "offsets negative": (file_of({"a": entry(offsets=(-4, 0))}, b"1234"), "none negative"),
     "three offsets": (file_of({"a": entry(offsets=(0, 2, 4))}, b"1234"), "two integers"),

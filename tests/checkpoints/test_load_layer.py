@@ -134,6 +134,12 @@ def test_a_layer_loads_beside_multi_token_prediction_and_that_loads_by_name_R81(
     assert_holds(load_layer(folder, "mtp.layers.1")[0], stacked_by_hand(mtp, "mtp.layers.1."))
 
 
+def test_layers_are_listed_in_the_order_of_their_numbers(tmp_path):
+    names = ["mtp.layers.10", "backbone.layers.10", "mtp.layers.2", "backbone.layers.2"]
+    tensors = {f"{name}.mixer.gate.weight": np.zeros(1, np.float32) for name in names}
+    assert list_moe_layers(written(tmp_path, tensors)) == [2, 10, "mtp.layers.2", "mtp.layers.10"]
+
+
 def test_several_layers_load_as_each_does_alone():
     folder = FIXTURES / "bf16_latent"
     every = load_layers(folder)
@@ -269,6 +275,15 @@ def test_a_surplus_expert_is_named_R77(tmp_path):
     tensors = layer_tensors(P, moe_config(n_routed_experts=9))
     tensors = {name: array[:8] if "gate" in name else array for name, array in tensors.items()}
     with pytest.raises(CheckpointError, match=r"surplus: (\S*experts\.8\.\S*_proj\.weight(, |\.$)){2}"):
+        load_layer(written(tmp_path, tensors), 1)
+
+
+def test_another_expert_is_no_near_match_R77(tmp_path):
+    tensors = layer_tensors(P, moe_config())
+    tensors[f"{P}mixer.experts.8.down_proj.weight"] = tensors.pop(f"{P}mixer.experts.6.down_proj.weight")
+    with pytest.raises(
+        CheckpointError, match=r"missing: \S*\.6\.down_proj\.weight; surplus: \S*\.8\.down_proj\.weight\.$"
+    ):
         load_layer(written(tmp_path, tensors), 1)
 
 
