@@ -1,9 +1,20 @@
-"""Set-up of every test: the platform before jax is imported, and strict rules around every call into our packages."""
+"""Set-up of every test: the platform before jax is imported, and strict rules around every call into our packages.
 
+Nothing is skipped: where a package is missing, the run stops at once and says what to type.
+"""
+
+import importlib.metadata
 import os
+import re
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+
+OLDEST_JAX = (0, 11, 2)
+COMMAND = "uv run --group dev --group aot pytest"
+PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 def pytest_addoption(parser):
@@ -11,11 +22,46 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    require_jax()
+    require_group("dev")
     if config.getoption("--gpu"):
         return
-    assert "jax" not in sys.modules, "jax was imported before the tests could choose its platform"
+    if "jax" in sys.modules:
+        raise pytest.UsageError(
+            "jax was imported before the tests could choose its platform; a pytest plugin did that."
+        )
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    # The last of two equal flags counts, and the caller's other flags stay.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+
+@pytest.hookimpl(trylast=True)  # Once `-m` and `-k` have taken out what they take out.
+def pytest_collection_modifyitems(items):
+    if any(item.get_closest_marker("aot") for item in items):
+        require_group("aot")
+
+
+def require_jax():
+    """jax is new enough; it is not imported."""
+    seen = importlib.metadata.version("jax")
+    if tuple(map(int, re.findall(r"\d+", seen)[:3])) < OLDEST_JAX:
+        oldest = ".".join(map(str, OLDEST_JAX))
+        raise pytest.UsageError(f"jax is {seen}; this project needs {oldest} or newer. Type: {COMMAND}")
+
+
+def require_group(group):
+    """The packages of a dependency group are installed."""
+    requirements = tomllib.loads(PYPROJECT.read_text())["dependency-groups"][group]
+    if missing := [name for name in requirements if not _is_installed(re.match(r"[\w.-]+", name)[0])]:
+        raise pytest.UsageError(f"Of the group {group!r}, {', '.join(missing)} is not installed. Type: {COMMAND}")
+
+
+def _is_installed(distribution):
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 @pytest.fixture(autouse=True)
