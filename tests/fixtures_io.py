@@ -163,3 +163,15 @@ def assert_same_bits(array, wanted: np.ndarray) -> None:
     array = np.asarray(array)
     assert (array.dtype, array.shape) == (wanted.dtype, wanted.shape)
     assert array.tobytes() == wanted.tobytes()
+
+
+def written(folder: Path, tensors: dict[str, np.ndarray], config: dict | None = None) -> Path:
+    """A checkpoint in `folder`/checkpoint with these tensors dealt to two shards."""
+    return write_checkpoint(folder / "checkpoint", shuffled(tensors, 2), config or moe_config())
+
+
+def assert_holds(weights, wanted: dict[str, np.ndarray]) -> None:
+    """The weights have exactly these fields, bit for bit."""
+    assert weights.items().keys() == wanted.keys()
+    for field, array in wanted.items():
+        assert_same_bits(weights.items()[field], array)
