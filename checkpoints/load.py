@@ -74,8 +74,8 @@ def load_layers(
     """
     if isinstance(layers, (int, str)):
         raise ValueError(f"layers is {layers!r}; wanted a list, as in [{layers!r}].")
-    if dtype is not None and jnp.dtype(dtype).name not in _COMPUTE_DTYPES:
-        raise ValueError(f"dtype is {jnp.dtype(dtype).name}; wanted one of {', '.join(_COMPUTE_DTYPES)}, or None.")
+    if dtype is not None and (name := _dtype_name(dtype)) not in _COMPUTE_DTYPES:
+        raise ValueError(f"dtype is {name}; wanted one of {', '.join(_COMPUTE_DTYPES)}, or None.")
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ValueError(f"mesh is {type(mesh).__name__}; wanted a jax.sharding.Mesh, whose devices exist.")
     if progress is not None and not callable(progress):
@@ -112,10 +112,16 @@ def layer_files(path: str | os.PathLike[str], layer: int | str) -> list[str]:
 def _checked(layer: int | str) -> int | str:
     if isinstance(layer, str):
         return layer
+    if isinstance(layer, bool) or not hasattr(layer, "__index__"):
+        raise ValueError(f"layer is {layer!r}; wanted a number, or a name such as 'mtp.layers.1'.")
+    return operator.index(layer)
+
+
+def _dtype_name(dtype: DTypeLike) -> str:
     try:
-        return operator.index("" if isinstance(layer, bool) else layer)  # type: ignore[arg-type]
+        return jnp.dtype(dtype).name
     except TypeError:
-        raise ValueError(f"layer is {layer!r}; wanted a number, or a name such as 'mtp.layers.1'.") from None
+        return repr(dtype)
 
 
 def _plan(found: FoundLayer, dtype: DTypeLike | None, mesh: Mesh | None, rules: ShardingRules | None) -> _Plan:

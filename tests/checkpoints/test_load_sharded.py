@@ -77,6 +77,20 @@ def test_conversion_and_sharding_together_equal_conversion_alone(case):
         assert_same_bits(leaf, np.asarray(alone.items()[field]))
 
 
+@pytest.mark.parametrize("case", MESHES)
+def test_each_byte_is_read_once_however_many_devices_hold_it(case):
+    shape, names, rules = MESHES[case]
+    steps = []
+    weights, _ = load_layer(
+        FIXTURES / "bf16_latent",
+        0,
+        mesh=mesh_of(shape, names, AxisType.Auto),
+        rules=rules,
+        progress=lambda done, total: steps.append((done, total)),
+    )
+    assert steps[-1] == (weights.nbytes, weights.nbytes)
+
+
 def test_without_a_mesh_weights_go_to_the_default_device():
     device = jax.devices()[3]
     with jax.default_device(device):
