@@ -21,13 +21,17 @@ class Plan:
 
     Attributes:
       group_sizes: [E] int32, rows of each expert.
-      token_of_row: [M] int32. Rows after the last group belong to no expert.
-      row_of_slot: [T, K] int32.
+      slot_of_row: [M] int32, the row's place in the flattened [T, K]. Rows after the last group belong to no expert.
+      row_of_slot: [T, K] int32, the inverse.
     """
 
     group_sizes: jax.Array
-    token_of_row: jax.Array
+    slot_of_row: jax.Array
     row_of_slot: jax.Array
+
+    def token_of_row(self) -> jax.Array:
+        """[M] int32."""
+        return self.slot_of_row // max(self.row_of_slot.shape[1], 1)
 
     def is_routed(self) -> jax.Array:
         """[T, K] bool: the slot has an expert."""
@@ -43,15 +47,13 @@ def make_plan(ids: jax.Array, n_experts: int) -> Plan:
     starts = jnp.searchsorted(expert[slot_of_row], jnp.arange(n_experts + 1, dtype=jnp.int32)).astype(jnp.int32)
     rows = jnp.arange(tokens * slots, dtype=jnp.int32)
     row_of_slot = jnp.zeros_like(rows).at[slot_of_row].set(rows, unique_indices=True, mode="promise_in_bounds")
-    return Plan(
-        group_sizes=jnp.diff(starts), token_of_row=slot_of_row // slots, row_of_slot=row_of_slot.reshape(tokens, slots)
-    )
+    return Plan(group_sizes=jnp.diff(starts), slot_of_row=slot_of_row, row_of_slot=row_of_slot.reshape(tokens, slots))
 
 
 @jax.custom_vjp
 def gather_rows(x: jax.Array, plan: Plan) -> jax.Array:
     """Each token's row once for each of its slots, in the plan's order: [T, D] -> [M, D]."""
-    return x.at[plan.token_of_row].get(mode="promise_in_bounds")
+    return x.at[plan.token_of_row()].get(mode="promise_in_bounds")
 
 
 @jax.custom_vjp
@@ -94,12 +96,8 @@ def _combine_backward(residuals: tuple, d_out: jax.Array) -> tuple[jax.Array, ja
     y, weights, plan = residuals
     routed = plan.is_routed()
     d_out = d_out.astype(jnp.float32)
-    weight_of_row = (
-        jnp.zeros(y.shape[0], jnp.float32)
-        .at[plan.row_of_slot.reshape(-1)]
-        .set(jnp.where(routed, weights, 0.0).reshape(-1), unique_indices=True, mode="promise_in_bounds")
-    )
-    d_y = weight_of_row[:, None] * d_out.at[plan.token_of_row].get(mode="promise_in_bounds")
+    weight_of_row = jnp.where(routed, weights, 0.0).reshape(-1).at[plan.slot_of_row].get(mode="promise_in_bounds")
+    d_y = weight_of_row[:, None] * d_out.at[plan.token_of_row()].get(mode="promise_in_bounds")
     rows = y.at[plan.row_of_slot].get(mode="promise_in_bounds").astype(jnp.float32)
     d_weights = jnp.where(routed, (d_out[:, None, :] * rows).sum(-1), 0.0)
     return d_y.astype(y.dtype), d_weights, None

@@ -114,8 +114,23 @@ def _weights(scores: jax.Array, ids: jax.Array, config: MoEConfig) -> jax.Array:
     chosen = jnp.take_along_axis(scores, jnp.where(valid, ids, 0).astype(jnp.int32), axis=-1)
     chosen = jnp.where(valid, chosen, 0.0)
     if config.norm_topk_prob:
-        chosen = chosen / (chosen.sum(-1, keepdims=True) + 1e-20)
+        chosen = _normalise(chosen)
     return chosen * config.routed_scaling_factor
+
+
+@jax.custom_jvp
+def _normalise(scores: jax.Array) -> jax.Array:
+    return scores / (scores.sum(-1, keepdims=True) + 1e-20)
+
+
+@_normalise.defjvp
+def _normalise_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    # The derivative of a quotient as jax writes it squares the denominator, and (1e-20)^2 is 0 in float32: NaN where
+    # all scores underflow.
+    (scores,), (d_scores,) = primals, tangents
+    total = scores.sum(-1, keepdims=True) + 1e-20
+    weights = scores / total
+    return weights, (d_scores - weights * d_scores.sum(-1, keepdims=True)) / total
 
 
 def _by_group(choice: jax.Array, config: MoEConfig) -> tuple[jax.Array, jax.Array]:

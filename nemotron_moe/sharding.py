@@ -30,12 +30,12 @@ class ShardingRules:
     shared_inner: MeshAxes = None
 
     def __post_init__(self) -> None:
-        used = (*_names(self.experts), *_names(self.expert_inner))
-        for name in used:
-            if used.count(name) > 1:
+        # The logical axes that meet in one array.
+        for used in ((*_names(self.experts), *_names(self.expert_inner)), _names(self.shared_inner)):
+            if twice := [name for name in used if used.count(name) > 1]:
                 raise ValueError(
-                    f"ShardingRules uses mesh axis {name!r} twice for the routed experts: experts={self.experts!r}, "
-                    f"expert_inner={self.expert_inner!r}. An array can be split over a mesh axis only once."
+                    f"ShardingRules uses mesh axis {twice[0]!r} twice for one array: {self}. An array can be split over "
+                    "a mesh axis only once."
                 )
 
     def spec(self, logical_axes: tuple[str, ...]) -> PartitionSpec:

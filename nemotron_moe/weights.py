@@ -139,23 +139,22 @@ def init_weights(
       dtype: of every leaf but `gate_bias`, which is float32.
       mesh, rules: where each leaf goes, as in `abstract_weights`.
     """
-    formats = {name: dtype for name in _shapes(config) if name != "gate_bias"}
-    abstract = abstract_weights(config, formats=formats, mesh=mesh, rules=rules)
-
-    def values(key: jax.Array) -> MoEWeights:
-        leaves = {}
-        for index, (name, leaf) in enumerate(abstract.items().items()):
-            if name == "norm":
-                leaves[name] = jnp.ones(leaf.shape, leaf.dtype)
-            elif name == "gate_bias":
-                leaves[name] = jnp.zeros(leaf.shape, leaf.dtype)
-            else:
-                draw = jax.random.normal(jax.random.fold_in(key, index), leaf.shape, leaf.dtype)
-                leaves[name] = draw * jnp.asarray(leaf.shape[-1] ** -0.5, leaf.dtype)
-        return MoEWeights(**leaves)
-
+    abstract = abstract_weights(config, mesh=mesh, rules=rules)
     shardings = None if mesh is None else jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    return jax.jit(values, out_shardings=shardings)(key)
+    return jax.jit(_draw, static_argnums=(1, 2), out_shardings=shardings)(key, config, jnp.dtype(dtype))
+
+
+def _draw(key: jax.Array, config: MoEConfig, dtype: jnp.dtype) -> MoEWeights:
+    leaves = {}
+    for index, (name, shape) in enumerate(_shapes(config).items()):
+        if name == "norm":
+            leaves[name] = jnp.ones(shape, dtype)
+        elif name == "gate_bias":
+            leaves[name] = jnp.zeros(shape, jnp.float32)
+        else:
+            draw = jax.random.normal(jax.random.fold_in(key, index), shape, dtype)
+            leaves[name] = draw * jnp.asarray(shape[-1] ** -0.5, dtype)
+    return MoEWeights(**leaves)
 
 
 def _shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:

@@ -1,6 +1,7 @@
 """Small layers for tests, and the jitted calls on them."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ block = jax.jit(nm.moe_block, static_argnames=("config", "implementation", "retu
 mixer = jax.jit(nm.moe_mixer, static_argnames=("config", "implementation", "return_aux"))
 
 
+@functools.cache
 def random_weights(config: nm.MoEConfig, seed: int = 0, dtype=jnp.float32) -> nm.MoEWeights:
     """Random weights with a gate bias that changes choices and a norm that is not one."""
     rng = np.random.default_rng(seed)

@@ -69,8 +69,8 @@ def test_experts_are_relu_squared_without_a_gate_R22():
         config = without_shared(config)
         weights, x = random_weights(config), random_tokens(config, 9)
         routing = nm.route(x, weights.gate, weights.gate_bias, config)
-        once = nm.moe_mixer(x, weights, config, routing=routing)
-        twice = nm.moe_mixer(2 * x, weights, config, routing=routing)
+        once = mixer(x, weights, config=config, routing=routing)
+        twice = mixer(2 * x, weights, config=config, routing=routing)
         np.testing.assert_array_equal(twice, 4 * once, err_msg=name)
 
 
@@ -131,7 +131,7 @@ def test_per_layer_sizes_compile_once_for_each_shape_C3():
         dataclasses.replace(TINY_L, n_routed_experts=8),
         dataclasses.replace(TINY_L),
     ]
-    step = jax.jit(nm.moe_block, static_argnames="config")
+    step = jax.jit(lambda h, weights, config: nm.moe_block(h, weights, config), static_argnames="config")
     h = random_tokens(TINY_L, 5)
     wanted = np.asarray(h, np.float64)
     for seed, config in enumerate(configs):
