@@ -61,7 +61,7 @@ def select[T: Implementation](operation: str, table: Sequence[T], facts: Facts, 
     names = [row.name for row in table]
     if name is not None and name not in names:
         raise ValueError(f"implementation is {name!r}; {operation} has {names}, or None to let it choose.")
-    passed_over = []
+    passed_over: list[tuple[str, str]] = []
     for row in table:
         if name not in (None, row.name):
             continue

@@ -34,11 +34,11 @@ def grouped_matmul(
 
     Row i of group g becomes `activation(lhs[i] @ rhs[g].T)`: products of operands in lhs's dtype (float32 ones at full
     precision), a float32 sum, the activation in float32, then one rounding. Rows after the last group are zero, and
-    whatever they hold (NaN too) reaches no other row and no gradient. If the sizes add up to more than M, the groups end
-    at row M. The bits of a row do not depend on where in its group it stands.
+    whatever they hold (NaN too) reaches no other row and no gradient. If the sizes add up to more than M, the groups
+    end at row M. The bits of a row do not depend on where in its group it stands.
 
-    Differentiable in `lhs` and `rhs`. The cotangent is rounded once to lhs's dtype. The derivative of relu2 is taken from
-    the saved output, 2 * sqrt(out), so it is exact up to the rounding of out.
+    Differentiable in `lhs` and `rhs`, in reverse mode. The cotangent is rounded once to lhs's dtype. The derivative of
+    relu2 is taken from the saved output, 2 * sqrt(out), so it is exact up to the rounding of out.
 
     Args:
       lhs: [M, K], bfloat16, float16 or float32. M = 0 works.
@@ -58,12 +58,12 @@ def grouped_matmul(
     out_dtype = np.dtype(lhs.dtype if out_dtype is None else out_dtype)
     _check(lhs, rhs, group_sizes, activation, out_dtype)
     chosen = choose(lhs, rhs, implementation=implementation).implementation
-    # One set of varying mesh axes for all, so that under shard_map the sum over a replicated operand's gradient is JAX's.
+    # Under shard_map all vary alike, so that it is JAX that sums the gradient of a replicated operand over the devices.
     lhs, rhs, group_sizes = _vary_alike(lhs, rhs, group_sizes)
     most = min(lhs.shape[0], jnp.iinfo(group_sizes.dtype).max)
     ends = jnp.minimum(jnp.cumsum(jnp.clip(group_sizes, 0, most).astype(jnp.int32)), lhs.shape[0])
     sizes = jnp.diff(ends, prepend=jnp.zeros_like(ends, shape=(1,)))
-    call = _Call(chosen, activation, out_dtype, np.dtype(rhs.dtype), tile)
+    call = _Call(chosen, activation, out_dtype, tile)
     return _product(call, lhs, rhs, sizes)
 
 
@@ -88,7 +88,6 @@ class _Call:
     implementation: Any
     activation: str | None
     out_dtype: np.dtype
-    rhs_dtype: np.dtype
     tile: Tile | None
 
 
@@ -107,13 +106,10 @@ def _forward(call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> t
 
 def _backward(call: _Call, residuals: tuple[Any, ...], dout: jax.Array) -> tuple[jax.Array, jax.Array, np.ndarray]:
     lhs, rhs, sizes, out = residuals
-    if out is not None:
-        dout = dout.astype(jnp.float32) * (2 * jnp.sqrt(out.astype(jnp.float32)))
-    dout = dout.astype(lhs.dtype)
     with jax.named_scope("grouped_matmul_dlhs"):
-        dlhs = call.implementation.dlhs(dout, rhs, sizes, tile=call.tile)
+        dlhs = call.implementation.dlhs(dout, out, rhs, sizes, out_dtype=lhs.dtype, tile=call.tile)
     with jax.named_scope("grouped_matmul_drhs"):
-        drhs = call.implementation.drhs(dout, lhs, sizes, out_dtype=call.rhs_dtype, tile=call.tile)
+        drhs = call.implementation.drhs(dout, out, lhs, sizes, out_dtype=rhs.dtype, tile=call.tile)
     return dlhs, drhs, np.zeros(sizes.shape, dtypes.float0)
 
 
@@ -135,7 +131,7 @@ def _check(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, activation: s
             "rhs is [G, N, K], as in the checkpoint: out by in."
         )
     if group_sizes.shape[0] != rhs.shape[0]:
-        raise ValueError(f"group_sizes has {group_sizes.shape[0]} groups but rhs has {rhs.shape[0]}; wanted one size each.")
+        raise ValueError(f"group_sizes has {group_sizes.shape[0]} sizes but rhs has {rhs.shape[0]} groups.")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; wanted one of {list(ACTIVATIONS)}.")
 

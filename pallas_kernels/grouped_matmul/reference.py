@@ -31,21 +31,44 @@ class Reference:
         acc = jnp.sum(jnp.where(membership(lhs, group_sizes)[:, :, None], every, 0.0), axis=1)
         return activate(acc, activation).astype(out_dtype)
 
-    def dlhs(self, dout: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, tile: Tile | None) -> jax.Array:
-        every = _einsum("mn,gnk->mgk", dout, rhs.astype(dout.dtype))
-        return jnp.sum(jnp.where(membership(dout, group_sizes)[:, :, None], every, 0.0), axis=1).astype(dout.dtype)
+    def dlhs(
+        self,
+        dout: jax.Array,
+        out: jax.Array | None,
+        rhs: jax.Array,
+        group_sizes: jax.Array,
+        *,
+        out_dtype: DTypeLike,
+        tile: Tile | None,
+    ) -> jax.Array:
+        every = _einsum("mn,gnk->mgk", cotangent(dout, out, out_dtype), rhs.astype(out_dtype))
+        return jnp.sum(jnp.where(membership(dout, group_sizes)[:, :, None], every, 0.0), axis=1).astype(out_dtype)
 
     def drhs(
-        self, dout: jax.Array, lhs: jax.Array, group_sizes: jax.Array, *, out_dtype: DTypeLike, tile: Tile | None
+        self,
+        dout: jax.Array,
+        out: jax.Array | None,
+        lhs: jax.Array,
+        group_sizes: jax.Array,
+        *,
+        out_dtype: DTypeLike,
+        tile: Tile | None,
     ) -> jax.Array:
         member = membership(lhs, group_sizes).T[:, :, None]
-        dout, lhs = (jnp.where(member, x[None], jnp.zeros((), x.dtype)) for x in (dout, lhs))
-        return _einsum("gmn,gmk->gnk", dout, lhs).astype(out_dtype)
+        mine = [jnp.where(member, x[None], jnp.zeros((), x.dtype)) for x in (cotangent(dout, out, lhs.dtype), lhs)]
+        return _einsum("gmn,gmk->gnk", *mine).astype(out_dtype)
 
 
 def activate(acc: jax.Array, activation: str | None) -> jax.Array:
     """The activation of a float32 accumulator, in float32."""
     return acc if activation is None else jnp.square(jax.nn.relu(acc))
+
+
+def cotangent(dout: jax.Array, out: jax.Array | None, dtype: DTypeLike) -> jax.Array:
+    """The accumulator's cotangent, rounded once; through relu2, whose slope is 2 sqrt(out), if its output is given."""
+    if out is not None:
+        dout = dout.astype(jnp.float32) * (2 * jnp.sqrt(out.astype(jnp.float32)))
+    return dout.astype(dtype)
 
 
 def membership(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:

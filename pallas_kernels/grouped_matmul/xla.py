@@ -1,20 +1,21 @@
 """Grouped matrix multiplication in plain XLA, for every platform and dtype.
 
-A list of tiles, each some rows of one group, is made from the group sizes; a loop takes one tile at a time, multiplies it
-by blocks of that group's matrix, and puts its rows (selected, never added) into the output. Nothing is as large as rhs or
-as groups times rows, and nothing is scattered.
+A list of tiles, each some rows of one group, is made from the group sizes. A loop takes one tile at a time, multiplies
+it by blocks of its group's matrix, and selects its rows into the output. Nothing is as large as rhs or as groups times
+rows, and nothing is scattered. A tile always spans the same number of rows (others' rows among them are computed and
+dropped), so that a row's bits do not depend on where it stands.
 """
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.grouped_matmul.reference import activate
-from pallas_kernels.grouped_matmul.tile import Tile
+from pallas_kernels.grouped_matmul.reference import activate, cotangent
+from pallas_kernels.grouped_matmul.tile import Tile, default_tile
 from pallas_kernels.implementation import Facts
 
 
@@ -36,99 +37,136 @@ class Xla:
         out_dtype: DTypeLike,
         tile: Tile | None,
     ) -> jax.Array:
-        return _rows_times_groups(lhs, rhs, group_sizes, 1, activation, out_dtype, tile)
+        result = _zeros((lhs.shape[0], rhs.shape[1]), out_dtype, lhs)
 
-    def dlhs(self, dout: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, tile: Tile | None) -> jax.Array:
-        return _rows_times_groups(dout, rhs, group_sizes, 2, None, dout.dtype, tile)
+        def read(start: jax.Array, rows: int) -> jax.Array:
+            return _cut(lhs, (start, 0), (rows, lhs.shape[1]))
+
+        def finish(acc: jax.Array) -> jax.Array:
+            return activate(acc, activation)
+
+        return _rows_times_matrices(read, lhs.dtype, rhs, 1, group_sizes, finish, result, tile)
+
+    def dlhs(
+        self,
+        dout: jax.Array,
+        out: jax.Array | None,
+        rhs: jax.Array,
+        group_sizes: jax.Array,
+        *,
+        out_dtype: DTypeLike,
+        tile: Tile | None,
+    ) -> jax.Array:
+        result = _zeros((dout.shape[0], rhs.shape[2]), out_dtype, dout)
+
+        def read(start: jax.Array, rows: int) -> jax.Array:
+            corner, shape = (start, 0), (rows, dout.shape[1])
+            return cotangent(_cut(dout, corner, shape), None if out is None else _cut(out, corner, shape), out_dtype)
+
+        return _rows_times_matrices(read, out_dtype, rhs, 2, group_sizes, lambda acc: acc, result, tile)
 
     def drhs(
-        self, dout: jax.Array, lhs: jax.Array, group_sizes: jax.Array, *, out_dtype: DTypeLike, tile: Tile | None
+        self,
+        dout: jax.Array,
+        out: jax.Array | None,
+        lhs: jax.Array,
+        group_sizes: jax.Array,
+        *,
+        out_dtype: DTypeLike,
+        tile: Tile | None,
     ) -> jax.Array:
         (m, n), k, groups = dout.shape, lhs.shape[1], group_sizes.shape[0]
-        out = _zeros_like(lhs, (groups, n, k), out_dtype)
+        result = _zeros((groups, n, k), out_dtype, lhs)
         if 0 in (m, n, k, groups):
-            return out
-        rows, columns = _tile(tile, m, n, groups)
+            return result
+        # 8 bytes: the float32 sum and the product that is added to it.
+        tile = (tile or default_tile(rows=m, groups=groups, column_bytes=8 * k)).within(m, n)
+        rows, columns = tile.rows, tile.columns
         tiles = _tiles(group_sizes, m, rows)
 
-        def column_block(block: jax.Array, out: jax.Array) -> jax.Array:
+        def one_block(block: jax.Array, result: jax.Array) -> jax.Array:
             column = jnp.minimum(block * columns, n - columns)
 
             def one_tile(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                out, acc = carry
-                group, start, mine, first = tiles.take(index)
-                a = lax.dynamic_slice(dout, (start, column), (rows, columns))
-                b = lax.dynamic_slice(lhs, (start, jnp.int32(0)), (rows, k))
+                result, acc = carry
+                group, start, mine = tiles.take(index)
+                corner, shape = (start, column), (rows, columns)
+                saved = None if out is None else _cut(out, corner, shape)
+                a, b = cotangent(_cut(dout, corner, shape), saved, lhs.dtype), _cut(lhs, (start, 0), (rows, k))
                 a, b = (jnp.where(mine[:, None], x, jnp.zeros((), x.dtype)) for x in (a, b))
-                acc = jnp.where(first, 0.0, acc) + _dot(a, b, 0, 0)
-                return lax.dynamic_update_slice(out, acc.astype(out.dtype)[None], (group, column, jnp.int32(0))), acc
+                acc = jnp.where(tiles.opens_group[index], 0.0, acc) + _dot(a, b, 0, 0)
+                # A group's later tiles overwrite what its earlier ones have stored.
+                return lax.dynamic_update_slice(result, acc.astype(out_dtype)[None], (group, column, 0)), acc
 
-            acc = _zeros_like(lhs, (columns, k), jnp.float32)
-            return lax.fori_loop(jnp.int32(0), tiles.count, one_tile, (out, acc))[0]
+            return lax.fori_loop(0, tiles.count, one_tile, (result, _zeros((columns, k), jnp.float32, lhs)))[0]
 
-        return lax.fori_loop(jnp.int32(0), jnp.int32(-(-n // columns)), column_block, out)
+        return lax.fori_loop(0, -(-n // columns), one_block, result)
 
 
-def _rows_times_groups(
-    lhs: jax.Array,
+def _rows_times_matrices(
+    read: Callable[[jax.Array, int], jax.Array],
+    dtype: DTypeLike,
     rhs: jax.Array,
-    group_sizes: jax.Array,
     out_axis: int,
-    activation: str | None,
-    out_dtype: DTypeLike,
+    group_sizes: jax.Array,
+    finish: Callable[[jax.Array], jax.Array],
+    result: jax.Array,
     tile: Tile | None,
 ) -> jax.Array:
-    """Each row times its group's matrix; `out_axis` is the axis of rhs [G, N, K] that the output keeps."""
-    (m, depth), groups, n = lhs.shape, rhs.shape[0], rhs.shape[out_axis]
-    out = _zeros_like(lhs, (m, n), out_dtype)
+    """Fills `result` with each row times its group's matrix.
+
+    Args:
+      read: gives the rows, in `dtype`, that begin at a row.
+      rhs, out_axis: the matrices [G, N, K]; the result keeps this axis of theirs and sums over the other.
+      finish: turns the float32 sums into the result, before its rounding.
+      result: zeros.
+    """
+    (m, n), groups, depth = result.shape, rhs.shape[0], rhs.shape[3 - out_axis]
     if 0 in (m, n, depth, groups):
-        return out
-    rows, columns = _tile(tile, m, n, groups)
+        return result
+    column_bytes = depth * max(jnp.dtype(dtype).itemsize, rhs.dtype.itemsize)
+    tile = (tile or default_tile(rows=m, groups=groups, column_bytes=column_bytes)).within(m, n)
+    rows, columns = tile.rows, tile.columns
     tiles = _tiles(group_sizes, m, rows)
-    block_shape = (1, columns, depth) if out_axis == 1 else (1, depth, columns)
 
-    def one_tile(index: jax.Array, out: jax.Array) -> jax.Array:
-        group, start, mine, _ = tiles.take(index)
-        a = lax.dynamic_slice(lhs, (start, jnp.int32(0)), (rows, depth))
+    def one_tile(index: jax.Array, result: jax.Array) -> jax.Array:
+        group, start, mine = tiles.take(index)
+        some_rows = read(start, rows)
 
-        def column_block(block: jax.Array, out: jax.Array) -> jax.Array:
+        def one_block(block: jax.Array, result: jax.Array) -> jax.Array:
             column = jnp.minimum(block * columns, n - columns)
-            corner = (group, column, jnp.int32(0)) if out_axis == 1 else (group, jnp.int32(0), column)
-            b = lax.dynamic_slice(rhs, corner, block_shape)[0].astype(lhs.dtype)
-            new = activate(_dot(a, b, 1, 2 - out_axis), activation).astype(out.dtype)
-            old = lax.dynamic_slice(out, (start, column), (rows, columns))
-            return lax.dynamic_update_slice(out, jnp.where(mine[:, None], new, old), (start, column))
+            if out_axis == 1:
+                matrix = _cut(rhs, (group, column, 0), (1, columns, depth))[0]
+            else:
+                matrix = _cut(rhs, (group, 0, column), (1, depth, columns))[0]
+            acc = _dot(matrix.astype(dtype), some_rows, 2 - out_axis, 1)
+            # A CPU is faster with the few rows on the right; the barrier keeps XLA from turning the product round.
+            new = finish(lax.optimization_barrier(acc).T).astype(result.dtype)
+            old = _cut(result, (start, column), (rows, columns))
+            return lax.dynamic_update_slice(result, jnp.where(mine[:, None], new, old), (start, column))
 
-        return lax.fori_loop(jnp.int32(0), jnp.int32(-(-n // columns)), column_block, out)
+        return lax.fori_loop(0, -(-n // columns), one_block, result)
 
-    return lax.fori_loop(jnp.int32(0), tiles.count, one_tile, out)
+    return lax.fori_loop(0, tiles.count, one_tile, result)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tiles:
-    """The list of tiles: tile i holds the rows `row[i] <= r < end[i]` of group `group[i]`; `count` of them are in use."""
+    """The list of tiles, of which the first `count` are in use. Tile i is rows `row[i]` to `end[i]` of `group[i]`."""
 
     count: jax.Array
     group: jax.Array
     row: jax.Array
     end: jax.Array
-    rows: int
-    m: int
-
-    def take(self, index: jax.Array) -> "_OneTile":
-        row, end = self.row[index], self.end[index]
-        start = jnp.minimum(row, self.m - self.rows)  # a tile that would hang over the last row is moved up
-        at = start + lax.iota(jnp.int32, self.rows)
-        before = jnp.maximum(index - 1, 0)
-        first = (index == 0) | (self.group[index] != self.group[before])
-        return _OneTile(self.group[index], start, (at >= row) & (at < end), first)
-
-
-class _OneTile(NamedTuple):
-    group: jax.Array
     start: jax.Array
-    mine: jax.Array
-    first: jax.Array
+    opens_group: jax.Array
+    span: jax.Array
+
+    def take(self, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Group of tile `index`, the first row that it reads, and which of those that it reads are its own."""
+        start = self.start[index]
+        at = start + self.span
+        return self.group[index], start, (at >= self.row[index]) & (at < self.end[index])
 
 
 def _tiles(group_sizes: jax.Array, m: int, rows: int) -> _Tiles:
@@ -138,16 +176,14 @@ def _tiles(group_sizes: jax.Array, m: int, rows: int) -> _Tiles:
     index = lax.iota(jnp.int32, -(-m // rows) + min(m, group_sizes.shape[0]))
     group = jnp.searchsorted(tile_ends, index, side="right", method="compare_all").astype(jnp.int32)
     group = jnp.minimum(group, group_sizes.shape[0] - 1)
-    row = (ends - group_sizes)[group] + (index - (tile_ends - per_group)[group]) * rows
-    return _Tiles(tile_ends[-1], group, row, jnp.minimum(ends[group], row + rows), rows, m)
+    nth = index - (tile_ends - per_group)[group]
+    row = (ends - group_sizes)[group] + nth * rows
+    start = jnp.minimum(row, m - rows)  # a tile that would hang over the last row begins earlier
+    return _Tiles(tile_ends[-1], group, row, ends[group], start, nth == 0, lax.iota(jnp.int32, rows))
 
 
-def _tile(tile: Tile | None, m: int, n: int, groups: int) -> tuple[int, int]:
-    """Rows and columns of a tile, within the array."""
-    if tile is None:
-        tile = Tile(rows=min(128, max(16, 1 << (m // groups).bit_length())), columns=512)
-    blocks = -(-n // min(tile.columns, n))
-    return min(tile.rows, m), -(-n // blocks)
+def _cut(array: jax.Array, corner: tuple[jax.Array | int, ...], shape: tuple[int, ...]) -> jax.Array:
+    return lax.dynamic_slice(array, corner, shape)
 
 
 def _dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
@@ -156,9 +192,9 @@ def _dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
     return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _zeros_like(array: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-    """Zeros that vary over the mesh axes that `array` varies over, as a loop's carry must."""
-    return lax.pcast(jnp.zeros(shape, dtype), tuple(varying_axes(array)), to="varying")
+def _zeros(shape: tuple[int, ...], dtype: DTypeLike, like: jax.Array) -> jax.Array:
+    """Zeros that vary over the mesh axes that `like` varies over, as a loop's carry must."""
+    return lax.pcast(jnp.zeros(shape, dtype), tuple(varying_axes(like)), to="varying")
 
 
 def varying_axes(array: jax.Array) -> frozenset[str]:
