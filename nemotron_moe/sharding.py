@@ -34,8 +34,8 @@ class ShardingRules:
         for used in ((*_names(self.experts), *_names(self.expert_inner)), _names(self.shared_inner)):
             if twice := [name for name in used if used.count(name) > 1]:
                 raise ValueError(
-                    f"ShardingRules uses mesh axis {twice[0]!r} twice for one array: {self}. An array can be split over "
-                    "a mesh axis only once."
+                    f"ShardingRules uses mesh axis {twice[0]!r} twice for one array: {self}. An array can be split "
+                    "over a mesh axis only once."
                 )
 
     def spec(self, logical_axes: tuple[str, ...]) -> PartitionSpec:
