@@ -1,6 +1,7 @@
 """The Mixture-of-Experts layer, read from top to bottom: the path of a token."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.dense import linear, rms_norm, shared_expert
-from nemotron_moe.dispatch import make_plan
+from nemotron_moe.dispatch import Plan, make_plan
 from nemotron_moe.experts import routed_experts
 from nemotron_moe.routing import Routing, choice_margin, route
 from nemotron_moe.validate import check_activations, check_token_mask, check_weights
@@ -67,9 +68,9 @@ def moe_block(
     h = _without_masked(h, token_mask)
     with jax.named_scope("norm"):
         x = rms_norm(h, weights.norm, config.layer_norm_epsilon)
-    branches, aux = _branches(x, weights, config, parallel, implementation, token_mask, routing)
+    branches, routing, plan = _branches(x, weights, config, parallel, implementation, token_mask, routing)
     out = _add([h, *branches])
-    return (out, aux) if return_aux else out
+    return (out, _aux(weights, config, routing, plan)) if return_aux else out
 
 
 def moe_mixer(
@@ -90,9 +91,9 @@ def moe_mixer(
     check_activations("x", x, config.hidden_size)
     check_weights(weights, config)
     x = _without_masked(x, token_mask)
-    branches, aux = _branches(x, weights, config, parallel, implementation, token_mask, routing)
+    branches, routing, plan = _branches(x, weights, config, parallel, implementation, token_mask, routing)
     out = _add(branches)
-    return (out, aux) if return_aux else out
+    return (out, _aux(weights, config, routing, plan)) if return_aux else out
 
 
 def _branches(
@@ -103,7 +104,7 @@ def _branches(
     implementation: str | None,
     token_mask: jax.Array | None,
     routing: Routing | None,
-) -> tuple[list[jax.Array], Aux]:
+) -> tuple[list[jax.Array], Routing, Plan]:
     if parallel is not None:
         raise ValueError(f"parallel is {parallel!r}; this version runs on one device and wants None.")
     with jax.named_scope("router"):
@@ -129,8 +130,12 @@ def _branches(
     if config.moe_shared_expert_intermediate_size:
         with jax.named_scope("shared_expert"):
             branches.append(shared_expert(x, weights.shared_experts_up_proj, weights.shared_experts_down_proj))
+    return branches, routing, plan
+
+
+def _aux(weights: MoEWeights, config: MoEConfig, routing: Routing, plan: Plan) -> Aux:
     margin = choice_margin(routing.logits, weights.gate_bias, config)
-    return branches, Aux(routing=routing, load=plan.group_sizes, margin=margin)
+    return Aux(routing=routing, load=plan.group_sizes, margin=margin)
 
 
 def _without_masked(x: jax.Array, token_mask: jax.Array | None) -> jax.Array:
@@ -142,7 +147,8 @@ def _without_masked(x: jax.Array, token_mask: jax.Array | None) -> jax.Array:
 
 
 def _add(terms: list[jax.Array]) -> jax.Array:
-    return sum(term.astype(jnp.float32) for term in terms).astype(terms[0].dtype)
+    wide = (term.astype(jnp.float32) for term in terms)
+    return functools.reduce(jnp.add, wide).astype(terms[0].dtype)
 
 
 def _flat(x: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """The router: which experts a token goes to, and with what weight."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,8 @@ class Routing:
     """
 
     ids: jax.Array
-    weights: jax.Array | None = None
-    logits: jax.Array | None = None
+    weights: Any = None
+    logits: Any = None
 
 
 def router_logits(x: jax.Array, gate: jax.Array) -> jax.Array:

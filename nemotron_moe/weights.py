@@ -12,6 +12,9 @@ from jax.typing import DTypeLike
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.sharding import ShardingRules
 
+# A jax.Array; in an abstract tree a jax.ShapeDtypeStruct; None where the layer has no such weight.
+Leaf = Any
+
 # The logical axes of every field, outermost first; `ShardingRules` maps them to a mesh.
 LOGICAL_AXES: dict[str, tuple[str, ...]] = {
     "norm": ("hidden",),
@@ -43,15 +46,15 @@ class MoEWeights:
       shared_experts_up_proj, shared_experts_down_proj: [S, H] and [H, S], or None.
     """
 
-    norm: jax.Array
-    gate: jax.Array
-    gate_bias: jax.Array
-    fc1_latent_proj: jax.Array | None = None
-    fc2_latent_proj: jax.Array | None = None
-    experts_up_proj: jax.Array
-    experts_down_proj: jax.Array
-    shared_experts_up_proj: jax.Array | None = None
-    shared_experts_down_proj: jax.Array | None = None
+    norm: Leaf
+    gate: Leaf
+    gate_bias: Leaf
+    fc1_latent_proj: Leaf = None
+    fc2_latent_proj: Leaf = None
+    experts_up_proj: Leaf
+    experts_down_proj: Leaf
+    shared_experts_up_proj: Leaf = None
+    shared_experts_down_proj: Leaf = None
 
     def items(self) -> dict[str, Any]:
         """The fields that are present, by name."""
