@@ -136,12 +136,13 @@ def _rows_times_matrices(
         def one_block(block: jax.Array, result: jax.Array) -> jax.Array:
             column = jnp.minimum(block * columns, n - columns)
             if out_axis == 1:
-                matrix = _cut(rhs, (group, column, 0), (1, columns, depth))[0]
+                matrix = _cut(rhs, (group, column, 0), (1, columns, depth))[0].astype(dtype)
+                # A CPU is faster with the few rows on the right; the barrier keeps XLA from turning the product round.
+                acc = lax.optimization_barrier(_dot(matrix, some_rows, 1, 1)).T
             else:
-                matrix = _cut(rhs, (group, 0, column), (1, depth, columns))[0]
-            acc = _dot(matrix.astype(dtype), some_rows, 2 - out_axis, 1)
-            # A CPU is faster with the few rows on the right; the barrier keeps XLA from turning the product round.
-            new = finish(lax.optimization_barrier(acc).T).astype(result.dtype)
+                matrix = _cut(rhs, (group, 0, column), (1, depth, columns))[0].astype(dtype)
+                acc = _dot(some_rows, matrix, 1, 0)
+            new = finish(acc).astype(result.dtype)
             old = _cut(result, (start, column), (rows, columns))
             return lax.dynamic_update_slice(result, jnp.where(mine[:, None], new, old), (start, column))
 

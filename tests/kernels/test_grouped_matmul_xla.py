@@ -1,0 +1,70 @@
+"""The XLA implementation: the contract, and what is its own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bounds import bound
+from kernels.grouped_matmul_contract import UNEVEN, GroupedMatmulContract, assert_within, operands, oracle
+
+from pallas_kernels.grouped_matmul import Tile, grouped_matmul
+
+
+class TestXla(GroupedMatmulContract):
+    implementation = "xla"
+
+    @pytest.mark.parametrize("rows, columns", [(1, 1), (4, 7), (8, 24), (37, 5), (1000, 1000)])
+    def test_every_tile_gives_the_same_product_and_gradient(self, rows, columns):
+        lhs, rhs = operands(37, 24, 40, 4, jnp.float32)
+        tile, sizes = Tile(rows=rows, columns=columns), jnp.array(UNEVEN)
+        want, size = oracle(lhs, rhs, UNEVEN)
+        assert_within(self.gmm(lhs, rhs, sizes, tile=tile), want, bound(jnp.float32, 40, size))
+        dout = jnp.ones((37, 24))
+        got, plain = self.gradients(lhs, rhs, sizes, dout, tile=tile), self.gradients(lhs, rhs, sizes, dout)
+        for a, b in zip(got, plain, strict=True):
+            assert_within(a, np.asarray(b, np.float64), bound(jnp.float32, 40, 40 * float(jnp.abs(b).max())))
+
+    def test_many_more_rows_than_a_tile_in_one_group(self):
+        lhs, rhs = operands(700, 24, 40, 3, jnp.float32)
+        for sizes in ((0, 700, 0), (1, 698, 1), (650, 0, 0)):
+            want, size = oracle(lhs, rhs, sizes)
+            run = jax.jit(functools.partial(self.gmm, tile=Tile(rows=64, columns=16)))
+            assert_within(run(lhs, rhs, jnp.array(sizes)), want, bound(jnp.float32, 40, size))
+
+    def test_many_more_groups_than_rows(self):
+        lhs, rhs = operands(5, 6, 7, 200, jnp.float32)
+        sizes = np.zeros(200, np.int32)
+        sizes[[0, 17, 150, 199]] = 1, 2, 1, 1
+        want, size = oracle(lhs, rhs, sizes)
+        assert_within(self.gmm(lhs, rhs, jnp.asarray(sizes)), want, bound(jnp.float32, 7, size))
+
+
+@pytest.mark.parametrize("bad", [{"rows": 0, "columns": 4}, {"rows": 4, "columns": -1}, {"rows": 4.0, "columns": 4}])
+def test_a_tile_must_be_positive(bad):
+    with pytest.raises(ValueError, match="wanted a positive integer"):
+        Tile(**bad)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"lhs": jnp.ones((2, 4, 5))}, r"lhs has shape \(2, 4, 5\); wanted \[M, K\]"),
+        ({"rhs": jnp.ones((3, 5))}, r"rhs has shape \(3, 5\); wanted \[G, N, K\]"),
+        ({"group_sizes": jnp.ones((2, 1), int)}, r"group_sizes has shape \(2, 1\); wanted \[G\]"),
+        ({"rhs": jnp.ones((2, 5, 3))}, "lhs has K = 5 but rhs has K = 3"),
+        ({"group_sizes": jnp.array([4])}, "group_sizes has 1 sizes but rhs has 2 groups"),
+        ({"group_sizes": jnp.array([2.0, 2.0])}, "group_sizes is float32; wanted integers"),
+        ({"lhs": jnp.ones((4, 5), int)}, "lhs is int32; wanted one of"),
+        ({"rhs": jnp.ones((2, 3, 5), jnp.float8_e4m3fn)}, "rhs is float8_e4m3fn; wanted one of"),
+        ({"out_dtype": jnp.int8}, "out_dtype is int8; wanted one of"),
+        ({"activation": "gelu"}, "activation is 'gelu'; wanted one of"),
+        ({"implementation": "mosaic"}, r"implementation is 'mosaic'; grouped_matmul has \['xla', 'reference'\]"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    good = {"lhs": jnp.ones((4, 5)), "rhs": jnp.ones((2, 3, 5)), "group_sizes": jnp.array([2, 2])}
+    with pytest.raises(ValueError, match=message):
+        grouped_matmul(**(good | change))
