@@ -41,13 +41,20 @@ class Plan:
 def make_plan(ids: jax.Array, n_experts: int) -> Plan:
     """Sorts the slots of `ids` [T, K] by expert, tokens in order within one; ids outside [0, n_experts) go last."""
     tokens, slots = ids.shape
-    valid = (ids >= 0) & (ids < n_experts)
-    expert = jnp.where(valid, ids, n_experts).astype(jnp.int32).reshape(-1)
+    expert = known_ids(ids, n_experts).reshape(-1)
     slot_of_row = jnp.argsort(expert, stable=True).astype(jnp.int32)
     starts = jnp.searchsorted(expert[slot_of_row], jnp.arange(n_experts + 1, dtype=jnp.int32)).astype(jnp.int32)
     rows = jnp.arange(tokens * slots, dtype=jnp.int32)
     row_of_slot = jnp.zeros_like(rows).at[slot_of_row].set(rows, unique_indices=True, mode="promise_in_bounds")
     return Plan(group_sizes=jnp.diff(starts), slot_of_row=slot_of_row, row_of_slot=row_of_slot.reshape(tokens, slots))
+
+
+def known_ids(ids: jax.Array, n_experts: int) -> jax.Array:
+    """ids of any integer dtype as int32, those outside [0, n_experts) as n_experts."""
+    if ids.dtype.itemsize > 4:
+        ids = jnp.clip(ids, jnp.iinfo(ids.dtype).min >> 32, n_experts)
+    ids = ids.astype(jnp.int32)
+    return jnp.where((ids >= 0) & (ids < n_experts), ids, n_experts)
 
 
 @jax.custom_vjp

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nemotron_moe.config import MoEConfig
+from nemotron_moe.dispatch import known_ids
 from nemotron_moe.validate import check_activations, check_shape, check_token_mask
 
 
@@ -76,7 +77,7 @@ def route(
         ids = routing.ids
     weights = _weights(scores, ids, config) if routing is None or routing.weights is None else routing.weights
     if token_mask is not None:
-        ids = jnp.where(token_mask[..., None], ids, jnp.asarray(-1, ids.dtype))
+        ids = jnp.where(token_mask[..., None], known_ids(ids, config.n_routed_experts), -1)
         weights = jnp.where(token_mask[..., None], weights, 0.0)
     return Routing(ids=ids, weights=weights, logits=logits)
 
@@ -110,10 +111,9 @@ def choice_margin(logits: jax.Array, gate_bias: jax.Array, config: MoEConfig) ->
 
 
 def _weights(scores: jax.Array, ids: jax.Array, config: MoEConfig) -> jax.Array:
-    experts = scores.shape[-1]
-    valid = (ids >= 0) & (ids < experts)
-    chosen = jnp.take_along_axis(scores, jnp.where(valid, ids, 0).astype(jnp.int32), axis=-1)
-    chosen = jnp.where(valid, chosen, 0.0)
+    # A comparison with every id, not a gather: its gradient scatters nothing, and an id out of range finds 0.
+    is_chosen = jax.nn.one_hot(known_ids(ids, scores.shape[-1]), scores.shape[-1], dtype=jnp.bool_)
+    chosen = jnp.where(is_chosen, scores[..., None, :], 0.0).sum(-1)
     if config.norm_topk_prob:
         chosen = _normalise(chosen)
     return chosen * config.routed_scaling_factor

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from nemotron_moe.dispatch import known_ids
 from nemotron_moe.routing import Routing
 
 
@@ -31,7 +32,7 @@ def routing_stats(routing: Routing, n_experts: int) -> RoutingStats:
     """
     if routing.weights is None:
         raise ValueError("routing.weights is None; wanted a routing that the layer returned (aux.routing).")
-    chosen = jax.nn.one_hot(routing.ids.reshape(-1), n_experts, dtype=jnp.bool_)
+    chosen = jax.nn.one_hot(known_ids(routing.ids.reshape(-1), n_experts), n_experts, dtype=jnp.bool_)
     load = chosen.sum(0, dtype=jnp.int32)
     weight_mass = jnp.where(chosen, routing.weights.reshape(-1, 1), 0.0).sum(0)
     share = load.astype(jnp.float32) / jnp.maximum(load.sum(), 1).astype(jnp.float32)

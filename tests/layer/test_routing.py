@@ -204,3 +204,18 @@ def test_ids_out_of_range_contribute_nothing_R63():
     again = nm.route(h, weights.gate, weights.gate_bias, TINY_D, routing=nm.Routing(ids=bad))
     assert np.isfinite(again.weights).all()
     assert np.asarray(again.weights)[3].tolist() == [0.0, 0.0]
+
+
+def test_ids_may_be_of_any_integer_dtype():
+    """Also one that cannot hold the number of experts, or -1 for a masked token."""
+    config = config_of(512, 2)
+    x = jnp.ones((3, 8))
+    wanted = jnp.asarray([[0, 255], [7, 3], [255, 254]])
+    token_mask = jnp.asarray([True, False, True])
+    for dtype in (jnp.uint8, jnp.int16, jnp.int32, jnp.uint32):
+        routing = nm.Routing(ids=wanted.astype(dtype))
+        plan = nm.make_plan(routing.ids, 512)
+        assert np.flatnonzero(np.asarray(plan.group_sizes)).tolist() == [0, 3, 7, 254, 255]
+        seen = nm.route(x, jnp.ones((512, 8)), jnp.zeros(512), config, routing=routing, token_mask=token_mask)
+        assert np.asarray(seen.ids).tolist() == [[0, 255], [-1, -1], [255, 254]]
+        assert np.asarray(seen.weights).tolist() == [[0.5, 0.5], [0.0, 0.0], [0.5, 0.5]]
