@@ -164,6 +164,11 @@ class GroupedMatmulContract:
         sizes = jnp.array([100, 0, 90, 99])
         np.testing.assert_array_equal(self.gmm(lhs, rhs, sizes.astype(dtype)), self.gmm(lhs, rhs, sizes))
 
+    def test_negative_group_sizes_count_as_zero(self):
+        lhs, rhs = operands(40, 6, 5, 4, jnp.float32)
+        got = self.gmm(lhs, rhs, jnp.array([3, -5, 9, -40]))
+        np.testing.assert_array_equal(got, self.gmm(lhs, rhs, jnp.array([3, 0, 9, 0])))
+
     @pytest.mark.parametrize("m, n, k, groups", [(0, 3, 5, 4), (4, 0, 5, 4), (4, 3, 0, 4), (4, 3, 5, 0), (0, 3, 5, 0)])
     def test_sizes_of_zero_R57(self, m, n, k, groups):
         lhs, rhs = operands(m, n, k, groups, jnp.bfloat16) if k else (jnp.ones((m, k)), jnp.ones((groups, n, k)))
