@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -9,10 +10,10 @@ import jax.numpy as jnp
 
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.dense import linear, rms_norm, shared_expert
-from nemotron_moe.dispatch import Plan, make_plan
+from nemotron_moe.dispatch import make_plan
 from nemotron_moe.experts import routed_experts
 from nemotron_moe.routing import Routing, choice_margin, route
-from nemotron_moe.validate import check_activations, check_token_mask, check_weights
+from nemotron_moe.validate import check_activations, check_routing, check_token_mask, check_weights
 from nemotron_moe.weights import MoEWeights
 
 
@@ -64,13 +65,7 @@ def moe_block(
       ValueError: at trace time, naming the argument, what was seen and what was wanted.
     """
     check_activations("h", h, config.hidden_size)
-    check_weights(weights, config)
-    h = _without_masked(h, token_mask)
-    with jax.named_scope("norm"):
-        x = rms_norm(h, weights.norm, config.layer_norm_epsilon)
-    branches, routing, plan = _branches(x, weights, config, parallel, implementation, token_mask, routing)
-    out = _add([h, *branches])
-    return (out, _aux(weights, config, routing, plan)) if return_aux else out
+    return _layer(h, weights, config, parallel, implementation, token_mask, routing, return_aux, is_block=True)
 
 
 def moe_mixer(
@@ -89,24 +84,40 @@ def moe_mixer(
     Arguments, result and errors are those of `moe_block`; `weights.norm` is not used.
     """
     check_activations("x", x, config.hidden_size)
-    check_weights(weights, config)
-    x = _without_masked(x, token_mask)
-    branches, routing, plan = _branches(x, weights, config, parallel, implementation, token_mask, routing)
-    out = _add(branches)
-    return (out, _aux(weights, config, routing, plan)) if return_aux else out
+    return _layer(x, weights, config, parallel, implementation, token_mask, routing, return_aux, is_block=False)
 
 
-def _branches(
-    x: jax.Array,
+def _layer(
+    h: jax.Array,
     weights: MoEWeights,
     config: MoEConfig,
     parallel: None,
     implementation: str | None,
     token_mask: jax.Array | None,
     routing: Routing | None,
-) -> tuple[list[jax.Array], Routing, Plan]:
+    return_aux: bool,
+    *,
+    is_block: bool,
+) -> Any:
+    leading = h.shape[:-1]
+    check_weights(weights, config)
+    check_token_mask(token_mask, leading)
+    check_routing(routing, (*leading, config.num_experts_per_tok))
     if parallel is not None:
         raise ValueError(f"parallel is {parallel!r}; this version runs on one device and wants None.")
+
+    # From here on there are only tokens [T, ...], so that a token's bits do not depend on the leading dimensions.
+    tokens = math.prod(leading)
+    h, token_mask, routing = jax.tree.map(
+        lambda array: array.reshape(tokens, *array.shape[len(leading) :]), (h, token_mask, routing)
+    )
+    if token_mask is not None:
+        # Selected away, not multiplied: a padding row may hold NaN. A row of zeros gives zeros in every branch.
+        h = jnp.where(token_mask[:, None], h, jnp.zeros((), h.dtype))
+    x = h
+    if is_block:
+        with jax.named_scope("norm"):
+            x = rms_norm(h, weights.norm, config.layer_norm_epsilon)
     with jax.named_scope("router"):
         routing = route(x, weights.gate, weights.gate_bias, config, token_mask=token_mask, routing=routing)
     z = x
@@ -114,42 +125,20 @@ def _branches(
         with jax.named_scope("fc1_latent_proj"):
             z = linear(x, weights.fc1_latent_proj)
     with jax.named_scope("plan"):
-        plan = make_plan(_flat(routing.ids), config.n_routed_experts)
-    routed = routed_experts(
-        _flat(z),
-        _flat(routing.weights),
-        plan,
-        weights.experts_up_proj,
-        weights.experts_down_proj,
-        implementation=implementation,
-    ).reshape(z.shape)
+        plan = make_plan(routing.ids, config.n_routed_experts)
+    up, down = weights.experts_up_proj, weights.experts_down_proj
+    routed = routed_experts(z, routing.weights, plan, up, down, implementation=implementation)
     if config.moe_latent_size:
         with jax.named_scope("fc2_latent_proj"):
             routed = linear(routed, weights.fc2_latent_proj)
-    branches = [routed]
+    terms = [h, routed] if is_block else [routed]
     if config.moe_shared_expert_intermediate_size:
         with jax.named_scope("shared_expert"):
-            branches.append(shared_expert(x, weights.shared_experts_up_proj, weights.shared_experts_down_proj))
-    return branches, routing, plan
-
-
-def _aux(weights: MoEWeights, config: MoEConfig, routing: Routing, plan: Plan) -> Aux:
+            terms.append(shared_expert(x, weights.shared_experts_up_proj, weights.shared_experts_down_proj))
+    out = functools.reduce(jnp.add, (term.astype(jnp.float32) for term in terms)).astype(h.dtype)
+    out = out.reshape(*leading, config.hidden_size)
+    if not return_aux:
+        return out
     margin = choice_margin(routing.logits, weights.gate_bias, config)
-    return Aux(routing=routing, load=plan.group_sizes, margin=margin)
-
-
-def _without_masked(x: jax.Array, token_mask: jax.Array | None) -> jax.Array:
-    # Selected away, not multiplied: a padding row may hold NaN. A row of zeros gives zeros in every branch.
-    if token_mask is None:
-        return x
-    check_token_mask(token_mask, x.shape[:-1])
-    return jnp.where(token_mask[..., None], x, jnp.zeros((), x.dtype))
-
-
-def _add(terms: list[jax.Array]) -> jax.Array:
-    wide = (term.astype(jnp.float32) for term in terms)
-    return functools.reduce(jnp.add, wide).astype(terms[0].dtype)
-
-
-def _flat(x: jax.Array) -> jax.Array:
-    return x.reshape(-1, x.shape[-1])
+    routing, margin = jax.tree.map(lambda array: array.reshape(*leading, *array.shape[1:]), (routing, margin))
+    return out, Aux(routing=routing, load=plan.group_sizes, margin=margin)

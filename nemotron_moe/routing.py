@@ -9,7 +9,7 @@ from jax import lax
 
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.dispatch import known_ids
-from nemotron_moe.validate import check_activations, check_shape, check_token_mask
+from nemotron_moe.validate import check_activations, check_routing, check_shape, check_token_mask
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +68,7 @@ def route(
     check_shape("gate", gate, (config.n_routed_experts, config.hidden_size))
     check_shape("gate_bias", gate_bias, (config.n_routed_experts,))
     check_token_mask(token_mask, x.shape[:-1])
-    _check_replay(routing, (*x.shape[:-1], config.num_experts_per_tok))
+    check_routing(routing, (*x.shape[:-1], config.num_experts_per_tok))
     logits = router_logits(x, gate)
     scores = jax.nn.sigmoid(logits)
     if routing is None:
@@ -144,15 +144,3 @@ def _gap(scores: jax.Array, kept: int) -> jax.Array:
         return jnp.full(scores.shape[:-1], jnp.inf)
     best = lax.top_k(scores, kept + 1)[0]
     return best[..., -2] - best[..., -1]
-
-
-def _check_replay(routing: Routing | None, shape: tuple[int, ...]) -> None:
-    if routing is None:
-        return
-    check_shape("routing.ids", routing.ids, shape)
-    if not jnp.issubdtype(routing.ids.dtype, jnp.integer):
-        raise ValueError(f"routing.ids has dtype {routing.ids.dtype}; wanted integers.")
-    if routing.weights is not None:
-        check_shape("routing.weights", routing.weights, shape)
-        if routing.weights.dtype != jnp.float32:
-            raise ValueError(f"routing.weights has dtype {routing.weights.dtype}; wanted float32.")

@@ -28,8 +28,10 @@ def check_activations(name: str, x: Any, width: int) -> None:
 
 def check_shape(name: str, x: Any, shape: tuple[int, ...]) -> None:
     """`x` is an array of exactly this shape."""
-    if tuple(jnp.shape(x)) != shape:
-        raise ValueError(f"{name} has shape {tuple(jnp.shape(x))}; wanted {shape}.")
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise ValueError(f"{name} is a {type(x).__name__}; wanted an array of shape {shape}.")
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; wanted {shape}.")
 
 
 def check_weights(weights: MoEWeights, config: MoEConfig) -> None:
@@ -62,3 +64,18 @@ def check_token_mask(token_mask: jax.Array | None, leading: tuple[int, ...]) -> 
     check_shape("token_mask", token_mask, leading)
     if token_mask.dtype != jnp.bool_:
         raise ValueError(f"token_mask has dtype {token_mask.dtype}; wanted bool, True for a token that counts.")
+
+
+def check_routing(routing: Any, shape: tuple[int, ...]) -> None:
+    """`routing` is None, or a `Routing` with integer ids of this shape and None or float32 weights of it."""
+    if routing is None:
+        return
+    if not hasattr(routing, "ids") or not hasattr(routing, "weights"):
+        raise ValueError(f"routing is a {type(routing).__name__}; wanted a Routing(ids=..., weights=...).")
+    check_shape("routing.ids", routing.ids, shape)
+    if not jnp.issubdtype(routing.ids.dtype, jnp.integer):
+        raise ValueError(f"routing.ids has dtype {routing.ids.dtype}; wanted integers.")
+    if routing.weights is not None:
+        check_shape("routing.weights", routing.weights, shape)
+        if routing.weights.dtype != jnp.float32:
+            raise ValueError(f"routing.weights has dtype {routing.weights.dtype}; wanted float32.")

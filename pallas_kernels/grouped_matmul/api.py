@@ -67,7 +67,9 @@ def grouped_matmul(
     return _product(call, lhs, rhs, sizes)
 
 
-def choose(lhs: jax.Array, rhs: jax.Array, *, implementation: str | None = None) -> Choice[Any]:
+def choose(
+    lhs: jax.Array | jax.ShapeDtypeStruct, rhs: jax.Array | jax.ShapeDtypeStruct, *, implementation: str | None = None
+) -> Choice[Any]:
     """Which implementation `grouped_matmul` uses for arrays (or ShapeDtypeStructs) like these, and why.
 
     Raises:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bounds import bound
 from layers import BOTH, TINY_D, TINY_L, block, mixer, random_tokens, random_weights
 
 import nemotron_moe as nm
@@ -100,8 +101,11 @@ def test_permuted_experts_with_gate_and_bias_change_nothing(seed, name):
     )
     out, aux = block(h, weights, config=config, return_aux=True)
     again, again_aux = block(h, permuted, config=config, return_aux=True)
-    np.testing.assert_array_equal(again, out)
+    np.testing.assert_array_equal(order[again_aux.routing.ids], aux.routing.ids)
     np.testing.assert_array_equal(again_aux.load, np.asarray(aux.load)[order])
+    # A GPU's product may round a logit differently at another place among the experts.
+    places = 0.0 if jax.default_backend() == "cpu" else bound(jnp.float32, config.hidden_size, 1.0)
+    np.testing.assert_allclose(again, out, rtol=0, atol=places * float(jnp.abs(out).max()))
 
 
 @pytest.mark.parametrize("name", BOTH)
