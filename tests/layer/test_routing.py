@@ -219,3 +219,15 @@ def test_ids_may_be_of_any_integer_dtype():
         seen = nm.route(x, jnp.ones((512, 8)), jnp.zeros(512), config, routing=routing, token_mask=token_mask)
         assert np.asarray(seen.ids).tolist() == [[0, 255], [-1, -1], [255, 254]]
         assert np.asarray(seen.weights).tolist() == [[0.5, 0.5], [0.0, 0.0], [0.5, 0.5]]
+
+
+def test_combine_alone_keeps_out_what_no_expert_gave_R63():
+    """NaN in the rows and weights of slots without an expert reaches neither the sum nor a gradient."""
+    plan = nm.make_plan(jnp.asarray([[0, -1], [1, 2], [5, 1]], jnp.int32), 2)
+    weights = jnp.asarray([[0.5, jnp.nan], [2.0, jnp.inf], [jnp.nan, 1.0]])
+    y = jnp.full((6, 4), jnp.nan).at[:3].set(jnp.arange(12.0).reshape(3, 4))
+    out, vjp = jax.vjp(lambda y, weights: nm.combine(y, weights, plan), y, weights)
+    np.testing.assert_array_equal(out, [0.5 * y[0], 2 * y[1], y[2]])
+    dy, dweights = vjp(jnp.ones((3, 4)))
+    np.testing.assert_array_equal(dy[:, 0], [0.5, 2.0, 1.0, 0.0, 0.0, 0.0])
+    np.testing.assert_array_equal(dweights, [[y[0].sum(), 0.0], [y[1].sum(), 0.0], [0.0, y[2].sum()]])
