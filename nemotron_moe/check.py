@@ -51,7 +51,7 @@ def self_check(
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
 ) -> CheckReport:
-    """Runs the jitted layer on this machine and compares every stage with the float64 oracle (`reference`).
+    """Runs the jitted layer on this machine and compares logits, routing and outputs with the float64 oracle.
 
     The oracle multiplies by every expert in float64 on the CPU: seconds for a layer of Nano's size.
 
@@ -72,15 +72,11 @@ def self_check(
         h = np.random.default_rng(0).standard_normal((64, config.hidden_size))
     h = jnp.asarray(h).astype(dtype)
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(layer: Any, x: jax.Array, weights: MoEWeights) -> Any:
-        return layer(x, weights, config, implementation=implementation, return_aux=True)
-
-    block_out, aux = run(moe_block, h, weights)
+    block_out, aux = _run(moe_block, h, weights, config, implementation)
     oracle = reference.moe_block(h, weights, config)
     replayed = reference.moe_block(h, weights, config, ids=aux.routing.ids)
     x = jnp.asarray(oracle["mixer_in"]).astype(dtype)
-    mixer_out, mixer_aux = run(moe_mixer, x, weights)
+    mixer_out, mixer_aux = _run(moe_mixer, x, weights, config, implementation)
     mixer = reference.moe_mixer(x, weights, config, ids=mixer_aux.routing.ids)
     differs = (np.sort(aux.routing.ids, axis=1) != np.sort(oracle["topk_ids"], axis=1)).any(1)
     return CheckReport(
@@ -95,6 +91,11 @@ def self_check(
         unexplained=int((differs & (oracle["margin"] > _choice_error(aux.routing.logits, oracle, weights))).sum()),
         load=tuple(int(count) for count in aux.load),
     )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def _run(layer: Any, x: jax.Array, weights: MoEWeights, config: MoEConfig, implementation: str | None) -> Any:
+    return layer(x, weights, config, implementation=implementation, return_aux=True)
 
 
 def relative_error(seen: Any, wanted: np.ndarray) -> float:

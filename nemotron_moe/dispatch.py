@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from nemotron_moe.validate import check_float32, check_ids, check_shape
+
 # The combine is unrolled up to this many experts per token, so that XLA makes one kernel of it.
 _UNROLL = 32
 
@@ -39,7 +41,14 @@ class Plan:
 
 
 def make_plan(ids: jax.Array, n_experts: int) -> Plan:
-    """Sorts the slots of `ids` [T, K] by expert, tokens in order within one; ids outside [0, n_experts) go last."""
+    """Sorts the slots of `ids` [T, K] by expert, tokens in order within one; ids outside [0, n_experts) go last.
+
+    Raises:
+      ValueError: if `ids` is not a matrix of integers.
+    """
+    if jnp.ndim(ids) != 2:
+        raise ValueError(f"ids has shape {jnp.shape(ids)}; wanted [tokens, experts per token].")
+    check_ids("ids", ids, ids.shape)
     tokens, slots = ids.shape
     expert = known_ids(ids, n_experts).reshape(-1)
     slot_of_row = jnp.argsort(expert, stable=True).astype(jnp.int32)
@@ -57,18 +66,36 @@ def known_ids(ids: jax.Array, n_experts: int) -> jax.Array:
     return jnp.where((ids >= 0) & (ids < n_experts), ids, n_experts)
 
 
-@jax.custom_vjp
 def gather_rows(x: jax.Array, plan: Plan) -> jax.Array:
-    """Each token's row once for each of its slots, in the plan's order: [T, D] -> [M, D]."""
-    return x.at[plan.token_of_row()].get(mode="promise_in_bounds")
+    """Each token's row once for each of its slots, in the plan's order: [T, D] -> [M, D].
+
+    Raises:
+      ValueError: if x does not have the plan's tokens.
+    """
+    check_shape("x", x, (plan.row_of_slot.shape[0], *jnp.shape(x)[1:2]))
+    return _gather_rows(jnp.asarray(x), plan)
 
 
-@jax.custom_vjp
 def combine(y: jax.Array, weights: jax.Array, plan: Plan) -> jax.Array:
     """Each token's weighted sum of its experts' rows: y [M, D], weights [T, K] float32 -> [T, D] in y's dtype.
 
     The sum is float32, in slot order, rounded once. Slots without an expert are left out, whatever they hold.
+
+    Raises:
+      ValueError: if y does not have the plan's rows, or weights not its slots.
     """
+    check_shape("y", y, (plan.slot_of_row.shape[0], *jnp.shape(y)[1:2]))
+    check_float32("weights", weights, plan.row_of_slot.shape)
+    return _combine(jnp.asarray(y), jnp.asarray(weights), plan)
+
+
+@jax.custom_vjp
+def _gather_rows(x: jax.Array, plan: Plan) -> jax.Array:
+    return x.at[plan.token_of_row()].get(mode="promise_in_bounds")
+
+
+@jax.custom_vjp
+def _combine(y: jax.Array, weights: jax.Array, plan: Plan) -> jax.Array:
     return _sum_slots(y, weights, plan).astype(y.dtype)
 
 
@@ -88,7 +115,7 @@ def _sum_slots(y: jax.Array, weights: jax.Array | None, plan: Plan) -> jax.Array
 
 
 def _gather_rows_forward(x: jax.Array, plan: Plan) -> tuple[jax.Array, Plan]:
-    return gather_rows(x, plan), plan
+    return _gather_rows(x, plan), plan
 
 
 def _gather_rows_backward(plan: Plan, d_rows: jax.Array) -> tuple[jax.Array, None]:
@@ -96,7 +123,7 @@ def _gather_rows_backward(plan: Plan, d_rows: jax.Array) -> tuple[jax.Array, Non
 
 
 def _combine_forward(y: jax.Array, weights: jax.Array, plan: Plan) -> tuple[jax.Array, tuple]:
-    return combine(y, weights, plan), (y, weights, plan)
+    return _combine(y, weights, plan), (y, weights, plan)
 
 
 def _combine_backward(residuals: tuple, d_out: jax.Array) -> tuple[jax.Array, jax.Array, None]:
@@ -110,5 +137,5 @@ def _combine_backward(residuals: tuple, d_out: jax.Array) -> tuple[jax.Array, ja
     return d_y.astype(y.dtype), d_weights, None
 
 
-gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)
-combine.defvjp(_combine_forward, _combine_backward)
+_gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)
+_combine.defvjp(_combine_forward, _combine_backward)

@@ -4,6 +4,7 @@ import jax
 
 from nemotron_moe.dense import squares_dtype
 from nemotron_moe.dispatch import Plan, combine, gather_rows
+from nemotron_moe.validate import check_activations, check_shape
 from pallas_kernels.grouped_matmul import grouped_matmul
 
 
@@ -28,7 +29,13 @@ def routed_experts(
 
     Returns:
       [T, D] in x's dtype.
+
+    Raises:
+      ValueError: on shapes or dtypes that do not fit.
     """
+    check_activations("x", x, up_proj.shape[-1])
+    check_shape("up_proj", up_proj, (plan.group_sizes.shape[0], *up_proj.shape[1:]))
+    check_shape("down_proj", down_proj, (up_proj.shape[0], up_proj.shape[2], up_proj.shape[1]))
     with jax.named_scope("dispatch"):
         rows = gather_rows(x, plan)
     with jax.named_scope("experts_up"):

@@ -8,8 +8,10 @@ from jax.typing import DTypeLike
 
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.dense import squares_dtype
+from nemotron_moe.validate import check_dtype
 from nemotron_moe.weights import MoEWeights, abstract_weights
 from pallas_kernels.grouped_matmul import choose
+from pallas_kernels.implementation import default_device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,8 +64,9 @@ def explain(
       implementation: as in `moe_block`.
 
     Raises:
-      ValueError: if `implementation` cannot serve these arguments.
+      ValueError: if `implementation` cannot serve these arguments, or the layer does not compute in `dtype`.
     """
+    check_dtype("the activations' array", dtype)
     weights = weights or abstract_weights(config)
     rows = tokens * config.num_experts_per_tok
     steps = []
@@ -81,4 +84,4 @@ def explain(
                 reasons=dict(choice.passed_over),
             )
         )
-    return Explanation(device=jax.devices()[0].device_kind, steps=tuple(steps))
+    return Explanation(device=default_device().device_kind, steps=tuple(steps))

@@ -13,7 +13,13 @@ from nemotron_moe.dense import linear, rms_norm, shared_expert
 from nemotron_moe.dispatch import make_plan
 from nemotron_moe.experts import routed_experts
 from nemotron_moe.routing import Routing, choice_margin, route
-from nemotron_moe.validate import check_activations, check_routing, check_token_mask, check_weights
+from nemotron_moe.validate import (
+    check_activations,
+    check_routing,
+    check_token_mask,
+    check_unsharded,
+    check_weights,
+)
 from nemotron_moe.weights import MoEWeights
 
 
@@ -101,6 +107,8 @@ def _layer(
 ) -> Any:
     leading = h.shape[:-1]
     check_weights(weights, config)
+    check_unsharded("the activations' array", h)
+    check_unsharded("weights", weights)
     check_token_mask(token_mask, leading)
     check_routing(routing, (*leading, config.num_experts_per_tok))
     if parallel is not None:
@@ -109,7 +117,7 @@ def _layer(
     # From here on there are only tokens [T, ...], so that a token's bits do not depend on the leading dimensions.
     tokens = math.prod(leading)
     h, token_mask, routing = jax.tree.map(
-        lambda array: array.reshape(tokens, *array.shape[len(leading) :]), (h, token_mask, routing)
+        lambda array: jnp.asarray(array).reshape(tokens, *array.shape[len(leading) :]), (h, token_mask, routing)
     )
     if token_mask is not None:
         # Selected away, not multiplied: a padding row may hold NaN. A row of zeros gives zeros in every branch.

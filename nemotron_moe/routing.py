@@ -9,7 +9,7 @@ from jax import lax
 
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.dispatch import known_ids
-from nemotron_moe.validate import check_activations, check_routing, check_shape, check_token_mask
+from nemotron_moe.validate import check_activations, check_float32, check_routing, check_shape, check_token_mask
 
 
 @jax.tree_util.register_dataclass
@@ -66,7 +66,7 @@ def route(
     """
     check_activations("x", x, config.hidden_size)
     check_shape("gate", gate, (config.n_routed_experts, config.hidden_size))
-    check_shape("gate_bias", gate_bias, (config.n_routed_experts,))
+    check_float32("gate_bias", gate_bias, (config.n_routed_experts,))
     check_token_mask(token_mask, x.shape[:-1])
     check_routing(routing, (*x.shape[:-1], config.num_experts_per_tok))
     logits = router_logits(x, gate)

@@ -12,10 +12,12 @@ from nemotron_moe.routing import Routing
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoutingStats:
-    """Attributes:
-    load: [E] int32, (token, slot) pairs of each expert.
-    weight_mass: [E] float32, sum of the routing weights of each expert.
-    entropy: scalar float32, of the load's distribution in bits; log2(E) when it is even, 0 when one expert gets all.
+    """How a batch spreads over the experts.
+
+    Attributes:
+      load: [E] int32, (token, slot) pairs of each expert.
+      weight_mass: [E] float32, sum of the routing weights of each expert.
+      entropy: scalar float32, of the load's distribution in bits; log2(E) when it is even, 0 when one expert gets all.
     """
 
     load: jax.Array

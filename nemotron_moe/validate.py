@@ -4,26 +4,44 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from nemotron_moe.config import MoEConfig
-from nemotron_moe.weights import MoEWeights, abstract_weights
-
-ACTIVATION_DTYPES = ("bfloat16", "float16", "float32")
+from nemotron_moe.weights import DTYPES, MoEWeights, abstract_weights
 
 
 def check_activations(name: str, x: Any, width: int) -> None:
     """`x` is a floating array [..., width] in a dtype that the layer computes in."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise ValueError(f"{name} is a {type(x).__name__}; wanted an array [..., {width}].")
-    if jnp.dtype(x.dtype).name not in ACTIVATION_DTYPES:
-        raise ValueError(
-            f"{name} has dtype {jnp.dtype(x.dtype)}; the layer computes in {', '.join(ACTIVATION_DTYPES)}: "
-            f"cast it, for example {name}.astype(jnp.bfloat16)."
-        )
+    check_dtype(name, x.dtype)
     if x.ndim < 1 or x.shape[-1] != width:
         raise ValueError(
             f"{name} has shape {tuple(x.shape)}; wanted [..., {width}], hidden values along the last axis."
         )
+
+
+def check_dtype(name: str, dtype: DTypeLike) -> None:
+    """The layer computes in `dtype`."""
+    if jnp.dtype(dtype).name not in DTYPES:
+        raise ValueError(
+            f"{name} has dtype {jnp.dtype(dtype)}; the layer computes in {', '.join(DTYPES)}: cast it, for example "
+            f"{name}.astype(jnp.bfloat16)."
+        )
+
+
+def check_float32(name: str, x: Any, shape: tuple[int, ...]) -> None:
+    """`x` is a float32 array of exactly this shape."""
+    check_shape(name, x, shape)
+    if x.dtype != jnp.float32:
+        raise ValueError(f"{name} has dtype {x.dtype}; wanted float32.")
+
+
+def check_ids(name: str, x: Any, shape: tuple[int, ...]) -> None:
+    """`x` is an array of integers of exactly this shape."""
+    check_shape(name, x, shape)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{name} has dtype {x.dtype}; wanted integers.")
 
 
 def check_shape(name: str, x: Any, shape: tuple[int, ...]) -> None:
@@ -48,8 +66,8 @@ def check_weights(weights: MoEWeights, config: MoEConfig) -> None:
         )
     for name, leaf in seen.items():
         check_shape(f"weights.{name}", leaf, wanted[name].shape)
-        if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype == jnp.float64:
-            raise ValueError(f"weights.{name} has dtype {leaf.dtype}; wanted a floating dtype of at most 32 bits.")
+        if jnp.dtype(leaf.dtype).name not in DTYPES:
+            raise ValueError(f"weights.{name} has dtype {leaf.dtype}; wanted one of {', '.join(DTYPES)}.")
     if weights.gate_bias.dtype != jnp.float32:
         raise ValueError(
             f"weights.gate_bias has dtype {weights.gate_bias.dtype}; it must be float32, because rounding it changes "
@@ -72,10 +90,17 @@ def check_routing(routing: Any, shape: tuple[int, ...]) -> None:
         return
     if not hasattr(routing, "ids") or not hasattr(routing, "weights"):
         raise ValueError(f"routing is a {type(routing).__name__}; wanted a Routing(ids=..., weights=...).")
-    check_shape("routing.ids", routing.ids, shape)
-    if not jnp.issubdtype(routing.ids.dtype, jnp.integer):
-        raise ValueError(f"routing.ids has dtype {routing.ids.dtype}; wanted integers.")
+    check_ids("routing.ids", routing.ids, shape)
     if routing.weights is not None:
-        check_shape("routing.weights", routing.weights, shape)
-        if routing.weights.dtype != jnp.float32:
-            raise ValueError(f"routing.weights has dtype {routing.weights.dtype}; wanted float32.")
+        check_float32("routing.weights", routing.weights, shape)
+
+
+def check_unsharded(name: str, tree: Any) -> None:
+    """No array of `tree` is split over an Explicit mesh axis, where jax wants every operation told how to go on."""
+    for leaf in jax.tree.leaves(tree):
+        spec = jax.typeof(leaf).sharding.spec
+        if any(axes is not None for axes in spec):
+            raise ValueError(
+                f"{name} is split over Explicit mesh axes, {spec}; this version computes with arrays that are whole on "
+                "every device, or split over Auto axes (jax.make_mesh(..., axis_types=(AxisType.Auto, ...)))."
+            )

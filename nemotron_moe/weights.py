@@ -12,6 +12,9 @@ from jax.typing import DTypeLike
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.sharding import ShardingRules
 
+# What weights and activations may be.
+DTYPES = ("bfloat16", "float16", "float32")
+
 # A jax.Array; in an abstract tree a jax.ShapeDtypeStruct; None where the layer has no such weight.
 Leaf = Any
 
@@ -112,6 +115,9 @@ def abstract_weights(
     shapes = _shapes(config)
     if unknown := sorted(set(formats) - set(shapes)):
         raise ValueError(f"formats names {unknown}, which this layer does not have; it has {list(shapes)}.")
+    for name, dtype in formats.items():
+        if jnp.dtype(dtype).name not in DTYPES:
+            raise ValueError(f"formats asks for {name} in {jnp.dtype(dtype)}; wanted one of {', '.join(DTYPES)}.")
     if jnp.dtype(formats.setdefault("gate_bias", jnp.float32)) != jnp.float32:
         raise ValueError(f"formats asks for gate_bias in {jnp.dtype(formats['gate_bias'])}; it is always float32.")
     if rules is not None and mesh is None:

@@ -30,8 +30,17 @@ class Facts:
     @classmethod
     def here(cls, dtypes: Mapping[str, DTypeLike], sizes: Mapping[str, int]) -> "Facts":
         """The facts of a call on this process's default device."""
-        capability = getattr(jax.local_devices()[0], "compute_capability", None)
-        return cls(platform=jax.default_backend(), compute_capability=capability, dtypes=dtypes, sizes=sizes)
+        device = default_device()
+        capability = getattr(device, "compute_capability", None)
+        return cls(platform=device.platform, compute_capability=capability, dtypes=dtypes, sizes=sizes)
+
+
+def default_device() -> jax.Device:
+    """The device on which jax computes where nothing says otherwise, `jax.default_device` included."""
+    device = jax.config.jax_default_device
+    if isinstance(device, jax.Device):
+        return device
+    return jax.local_devices(backend=device)[0]
 
 
 class Implementation(Protocol):

@@ -38,7 +38,8 @@ def grouped_matmul(
     end at row M. The bits of a row do not depend on where in its group it stands.
 
     Differentiable in `lhs` and `rhs`, in reverse mode. The cotangent is rounded once to lhs's dtype. The derivative of
-    relu2 is taken from the saved output, 2 * sqrt(out), so it is exact up to the rounding of out.
+    relu2 is taken from the saved output, 2 * sqrt(out), so it is exact up to the rounding of out; give relu2 an
+    `out_dtype` of float32 where lhs is float16, which holds squares of 2^-12 to 255 only.
 
     Args:
       lhs: [M, K], bfloat16, float16 or float32. M = 0 works.
@@ -58,6 +59,9 @@ def grouped_matmul(
     out_dtype = np.dtype(lhs.dtype if out_dtype is None else out_dtype)
     _check(lhs, rhs, group_sizes, activation, out_dtype)
     chosen = choose(lhs, rhs, implementation=implementation).implementation
+    if tile is not None and not (chosen.tile and isinstance(tile, chosen.tile)):
+        takes = f"a {chosen.tile.__name__}" if chosen.tile else "none"
+        raise ValueError(f"tile is {tile!r}; implementation {chosen.name!r} takes {takes}, or None to let it choose.")
     # Under shard_map all vary alike, so that it is JAX that sums the gradient of a replicated operand over the devices.
     lhs, rhs, group_sizes = _vary_alike(lhs, rhs, group_sizes)
     most = min(lhs.shape[0], jnp.iinfo(group_sizes.dtype).max)

@@ -13,6 +13,7 @@ class Reference:
     """The dense implementation: G times the work and memory that is needed."""
 
     name = "reference"
+    tile = None
 
     def refuses(self, facts: Facts) -> str | None:
         return None

@@ -23,6 +23,7 @@ class Xla:
     """The implementation that runs everywhere."""
 
     name = "xla"
+    tile = Tile
 
     def refuses(self, facts: Facts) -> str | None:
         return None
