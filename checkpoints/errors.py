@@ -3,6 +3,9 @@
 import json
 from typing import Any
 
+# How many names of a list a message shows.
+LISTED = 10
+
 
 class CheckpointError(ValueError):
     """A checkpoint that is incomplete, damaged, not understood, or not what its config says."""
@@ -15,7 +18,7 @@ def shown(text: object, limit: int = 200) -> str:
     return safe if len(safe) <= limit else safe[:limit] + "..."
 
 
-def listed(names: list[str], limit: int = 10) -> str:
+def listed(names: list[str], limit: int = LISTED) -> str:
     """The first names of a list, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(shown(name) for name in names[:limit]) + more

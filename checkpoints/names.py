@@ -5,26 +5,21 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 
-from checkpoints.errors import CheckpointError, listed, shown
+from checkpoints.errors import LISTED, CheckpointError, listed, shown
 from checkpoints.safetensors_file import TensorInfo
 
-# Field of MoEWeights -> name behind the layer's prefix; N is the expert.
-TABLE: dict[str, str] = {
-    "norm": "norm.weight",
-    "gate": "mixer.gate.weight",
-    "gate_bias": "mixer.gate.e_score_correction_bias",
-    "fc1_latent_proj": "mixer.fc1_latent_proj.weight",
-    "fc2_latent_proj": "mixer.fc2_latent_proj.weight",
-    "experts_up_proj": "mixer.experts.N.up_proj.weight",
-    "experts_down_proj": "mixer.experts.N.down_proj.weight",
-    "shared_experts_up_proj": "mixer.shared_experts.up_proj.weight",
-    "shared_experts_down_proj": "mixer.shared_experts.down_proj.weight",
-}
-
-# The same weights in files that hold all experts as one tensor.
-STACKED: dict[str, str] = {
-    "experts_up_proj": "mixer.experts.up_proj",
-    "experts_down_proj": "mixer.experts.down_proj",
+# Field of MoEWeights -> name behind the layer's prefix (N is the expert), and the name in files that hold all experts
+# as one tensor.
+TABLE: dict[str, tuple[str, str | None]] = {
+    "norm": ("norm.weight", None),
+    "gate": ("mixer.gate.weight", None),
+    "gate_bias": ("mixer.gate.e_score_correction_bias", None),
+    "fc1_latent_proj": ("mixer.fc1_latent_proj.weight", None),
+    "fc2_latent_proj": ("mixer.fc2_latent_proj.weight", None),
+    "experts_up_proj": ("mixer.experts.N.up_proj.weight", "mixer.experts.up_proj"),
+    "experts_down_proj": ("mixer.experts.N.down_proj.weight", "mixer.experts.down_proj"),
+    "shared_experts_up_proj": ("mixer.shared_experts.up_proj.weight", None),
+    "shared_experts_down_proj": ("mixer.shared_experts.down_proj.weight", None),
 }
 
 # Parts of a multi-token-prediction block that are not its MoE layer.
@@ -32,6 +27,9 @@ _MTP_OWN = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.w
 
 # Scales of the activations: the computation is in the activations' own precision and has no use for them.
 _ACTIVATION_SCALES = (".input_scale", ".input_global_scale")
+
+# A comparison of two names is slow, and a stranger's file may hold very many.
+_COMPARED = 100
 
 _LAYER = re.compile(
     r"((?:(?:backbone|model|language_model\.backbone)\.layers\.([0-9]{1,6})|(mtp\.layers\.[0-9]{1,6}))\.)(.+)",
@@ -90,17 +88,18 @@ def expected_places(prefix: str, shapes: Mapping[str, tuple[int, ...]], names: I
     """
     names, places = set(names), {}
     for field, shape in shapes.items():
-        if prefix + STACKED.get(field, "\0") in names:
-            places[prefix + STACKED[field]] = Place(field, None, shape)
-        elif field not in STACKED:
-            places[prefix + TABLE[field]] = Place(field, None, shape)
+        name, stacked = TABLE[field]
+        if stacked is None:
+            places[prefix + name] = Place(field, None, shape)
+        elif prefix + stacked in names:
+            places[prefix + stacked] = Place(field, None, shape)
         elif shape[0] > len(names):  # Before a hostile config makes us write out names without end.
             raise CheckpointError(
                 f"{prefix}mixer should have {shape[0]} experts, but it has only {len(names)} tensors."
             )
         else:
             for expert in range(shape[0]):
-                places[prefix + TABLE[field].replace("N", str(expert))] = Place(field, expert, shape[1:])
+                places[prefix + name.replace("N", str(expert))] = Place(field, expert, shape[1:])
     return places
 
 
@@ -111,7 +110,7 @@ def check_names(places: Mapping[str, Place], tensors: Mapping[str, TensorInfo], 
       CheckpointError: listing the missing, surplus and wrongly shaped tensors.
     """
     surplus = [name for name in tensors if name not in places and not _ignored(name, places)]
-    missing = [name + _suggestion(name, surplus) for name in places if name not in tensors]
+    missing = _with_suggestions([name for name in places if name not in tensors], surplus)
     shapes = [
         f"{name} {list(tensors[name].shape)} (wanted {list(place.shape)})"
         for name, place in places.items()
@@ -130,10 +129,18 @@ def _ignored(name: str, places: Mapping[str, Place]) -> bool:
     )
 
 
-def _suggestion(name: str, surplus: list[str]) -> str:
+def _with_suggestions(missing: list[str], surplus: list[str]) -> list[str]:
+    """The missing names; those that are shown have the surplus name beside them that may be the same one misspelt."""
     # Same numbers, or else every other expert would be a near match.
-    numbers = re.findall(r"[0-9]+", name)
-    near = difflib.get_close_matches(
-        name, [other for other in surplus if re.findall(r"[0-9]+", other) == numbers], 1, 0.8
-    )
-    return f" (is it {near[0]}?)" if near else ""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name in surplus:
+        alike.setdefault(_numbers(name), []).append(name)
+    suggested = []
+    for name in missing[:LISTED]:
+        near = difflib.get_close_matches(name, alike.get(_numbers(name), [])[:_COMPARED], 1, 0.8)
+        suggested.append(f"{name} (is it {near[0]}?)" if near else name)
+    return suggested + missing[LISTED:]
+
+
+def _numbers(name: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"[0-9]+", name))

@@ -12,7 +12,7 @@ import nemotron_moe as nm
 
 ROOT = Path(__file__).parents[1]
 README, ARCHITECTURE = ((ROOT / name).read_text() for name in ("README.md", "ARCHITECTURE.md"))
-COMMANDS = ("pip install uv && uv run nemotron-moe demo", "pip install uv && uv run --group dev --group aot pytest")
+COMMANDS = ("pip install uv && uv run nemotron-moe demo", "pip install uv && uv run --isolated --group dev --group aot pytest")
 
 
 def _tests():

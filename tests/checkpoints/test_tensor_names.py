@@ -1,5 +1,6 @@
 """The tensors' names: missing, misspelt, surplus and wrongly shaped ones; layers that are not there."""
 
+import difflib
 import json
 import re
 
@@ -8,6 +9,9 @@ import pytest
 from fixtures_io import FIXTURES, layer_tensors, moe_config, stacked_by_hand, written
 
 from checkpoints import CheckpointError, layer_files, load_layer
+from checkpoints.errors import LISTED
+from checkpoints.names import Place, check_names
+from checkpoints.safetensors_file import TensorInfo
 
 P = "backbone.layers.1."
 
@@ -64,6 +68,29 @@ def test_long_lists_of_names_are_cut_R77(tmp_path):
     ) as caught:
         load_layer(folder, 1)
     assert len(str(caught.value)) < 1500
+
+
+@pytest.mark.parametrize("misspelt", ["experts.{}.dwon_proj.weight", "experts.7.down{}_proj.weight"])
+def test_of_thousands_of_misspelt_names_only_those_shown_are_compared(monkeypatch, misspelt):
+    # With letters for digits, all of the second kind have the numbers of one missing name.
+    numbers = [str(number) for number in range(3000)]
+    places = {f"{P}experts.{number}.down_proj.weight": Place("experts_down_proj", None, ()) for number in numbers}
+    letters = str.maketrans("0123456789", "abcdefghij")
+    tensors = {
+        P + misspelt.format(number if "{}.dwon" in misspelt else number.translate(letters)): TensorInfo("U8", (), 0, 1)
+        for number in numbers
+    }
+    compared = []
+
+    def counted(name, others, *rest, plain=difflib.get_close_matches):
+        compared.append(len(others))
+        assert len(compared) <= LISTED
+        return plain(name, others, *rest)
+
+    monkeypatch.setattr(difflib, "get_close_matches", counted)
+    with pytest.raises(CheckpointError, match=r"missing: .*\(is it \S+\?\).* and 2990 more; surplus: .* and 2990 more"):
+        check_names(places, tensors, "It")
+    assert sum(compared) <= 100 + LISTED
 
 
 @pytest.mark.parametrize(
