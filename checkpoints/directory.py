@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
@@ -19,6 +20,9 @@ INDEX = "model.safetensors.index.json"
 class Checkpoint:
     """A checkpoint's folder, opened for one call: each file is opened at most once, and closed on leaving `with`.
 
+    Args:
+      path, asked: as in `resolve`.
+
     Attributes:
       folder: where config.json and the shards are.
       weight_map: name of the file by name of the tensor, from the index; the files themselves need not be there.
@@ -27,8 +31,8 @@ class Checkpoint:
       CheckpointError: on making it, if `path` is no checkpoint folder, or its index cannot be trusted.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
-        self.folder = resolve(path)
+    def __init__(self, path: str | os.PathLike[str], asked: int | str | None = None):
+        self.folder = resolve(path, asked)
         self._files: dict[str, SafetensorsFile] = {}
         try:
             self.weight_map = self._read_weight_map()
@@ -95,8 +99,11 @@ class Checkpoint:
         return dict.fromkeys(self.open(set(files))[files[0]].tensors, files[0])
 
 
-def resolve(path: str | os.PathLike[str]) -> Path:
+def resolve(path: str | os.PathLike[str], asked: int | str | None = None) -> Path:
     """The folder that holds the checkpoint: `path`, or the snapshot in it if it is of the Hugging Face hub's cache.
+
+    Args:
+      asked: the layer that is wanted, for the error message; None if it is not known.
 
     Raises:
       CheckpointError: if there is no such folder; for the name of a hub repository the message says what to download.
@@ -106,11 +113,13 @@ def resolve(path: str | os.PathLike[str]) -> Path:
         raise CheckpointError(f"{shown(path)} is a file; pass the checkpoint's folder, which also holds config.json.")
     if not folder.exists() and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name := os.fspath(path), re.ASCII):
         local = name.split("/")[1]
+        layer = "N" if asked is None else shlex.quote(shown(asked))
         raise CheckpointError(
             f"{name} is not a folder here. If it is a Hugging Face repository, one layer takes only some of its files: "
             f"`hf download {name} config.json {INDEX} --local-dir {local}`, then "
-            f"`nemotron-moe info {local} --layer N --files` prints the shards of layer N, and "
-            f"`hf download {name} SHARD... --local-dir {local}` fetches them."
+            f"`hf download {name} $(nemotron-moe info {local} --layer {layer} --files) --local-dir {local}` fetches "
+            f"those of layer {layer}. A repository without {INDEX} has one file for all layers: "
+            f"`hf download {name} config.json model.safetensors --local-dir {local}`."
         )
     if not folder.is_dir():
         raise CheckpointError(f"{shown(path)} is not a folder.")

@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+from nemotron_moe.hf_config import without_duplicates
+
 # How many names of a list a message shows.
 LISTED = 10
 
@@ -34,26 +36,15 @@ def refuse_pointer(beginning: bytes, path: str) -> None:
 
 
 def parse_json(raw: bytes, where: str) -> dict[str, Any]:
-    """Parses a stranger's JSON object; a key given twice is an error, since readers would disagree on which one counts.
+    """Parses a stranger's JSON object.
 
     Raises:
-      CheckpointError: `where` says whose text it was.
+      CheckpointError: if it is none, or gives a key twice; `where` says whose text it was.
     """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        items: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in items:
-                raise CheckpointError(f"{where} has the key {shown(key)!r} twice.")
-            items[key] = value
-        return items
-
     try:
-        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except CheckpointError:
-        raise
+        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} is not valid JSON ({shown(error)}).") from None
+        raise CheckpointError(f"{where} cannot be read as JSON: {shown(str(error).rstrip('.'))}.") from None
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{where} is a JSON {type(parsed).__name__}; wanted an object.")
     return parsed

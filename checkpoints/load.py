@@ -80,9 +80,10 @@ def load_layers(
         raise ValueError(f"mesh is {type(mesh).__name__}; wanted a jax.sharding.Mesh, whose devices exist.")
     if progress is not None and not callable(progress):
         raise ValueError(f"progress is {progress!r}; wanted a function of (bytes done, bytes in total), or None.")
-    with Checkpoint(path) as checkpoint:
+    layers = None if layers is None else [_checked(layer) for layer in layers]
+    with Checkpoint(path, layers[0] if layers else None) as checkpoint:
         plans = {}
-        for layer in checkpoint.layers if layers is None else map(_checked, layers):
+        for layer in checkpoint.layers if layers is None else layers:
             plans[layer] = _plan(find_layer(checkpoint, layer), dtype, mesh, rules)
         with reporting(progress, sum(read.nbytes for plan in plans.values() for read in plan.reads)) as step:
             return {layer: (_weights(plan, step), plan.config) for layer, plan in plans.items()}
@@ -104,8 +105,9 @@ def layer_files(path: str | os.PathLike[str], layer: int | str) -> list[str]:
     Raises:
       CheckpointError: as `load_layer`; no shard need be present if there is an index.
     """
-    with Checkpoint(path) as checkpoint:
-        prefix = prefix_of(_checked(layer), checkpoint.layers)
+    layer = _checked(layer)
+    with Checkpoint(path, layer) as checkpoint:
+        prefix = prefix_of(layer, checkpoint.layers)
         return sorted({file for name, file in checkpoint.weight_map.items() if name.startswith(prefix)})
 
 

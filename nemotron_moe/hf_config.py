@@ -84,7 +84,7 @@ def moe_layers_from_hf(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mo
     path = Path(config)
     try:
         path = path / "config.json" if path.is_dir() else path
-        parsed = json.loads(path.read_bytes(), object_pairs_hook=_without_duplicates)
+        parsed = json.loads(path.read_bytes(), object_pairs_hook=without_duplicates)
         if not isinstance(parsed, dict):
             raise ValueError(f"holds a {type(parsed).__name__}; wanted a JSON object.")
         return _layers(parsed)
@@ -215,7 +215,11 @@ def _integer(values: Mapping[str, Any], key: str, default: int) -> int:
     return value
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict; a ValueError if a key is given twice, since readers would disagree on which one counts.
+
+    For `json.loads(..., object_pairs_hook=without_duplicates)`.
+    """
     repeated = [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]
     if repeated:
         raise ValueError(f"the JSON has {', '.join(map(repr, repeated))} more than once.")

@@ -16,6 +16,7 @@ from fixtures_io import (
 )
 
 from checkpoints import CheckpointError, layer_files, list_moe_layers, load_layer, load_layers
+from nemotron_moe import cli
 
 P = "backbone.layers.1."
 
@@ -82,11 +83,32 @@ def test_a_link_whose_target_was_not_downloaded_is_a_missing_shard(tmp_path):
 
 def test_a_hub_name_gets_the_commands_that_download_one_layer():
     name = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
-    for call in (list_moe_layers, load_layers):
+    local = name.split("/")[1]
+    for call, layers, shown in [
+        (list_moe_layers, [], "N"),
+        (load_layers, [], "N"),
+        (load_layers, [[3, 1]], "3"),
+        (load_layer, [3], "3"),
+        (layer_files, ["mtp.layers.1"], "mtp.layers.1"),
+        (layer_files, ["; ls"], "'; ls'"),
+    ]:
         with pytest.raises(CheckpointError) as caught:
-            call(name)
-        assert f"`hf download {name} config.json model.safetensors.index.json --local-dir" in str(caught.value)
-        assert re.search(r"`nemotron-moe info \S+ --layer N --files`", str(caught.value))
+            call(name, *layers)
+        index, shards, alone = re.findall("`(.*?)`", str(caught.value))
+        assert index == f"hf download {name} config.json model.safetensors.index.json --local-dir {local}"
+        listing = f"nemotron-moe info {local} --layer {shown} --files"
+        assert shards == f"hf download {name} $({listing}) --local-dir {local}"
+        assert alone == f"hf download {name} config.json model.safetensors --local-dir {local}"
+
+
+def test_a_layers_files_are_listed_from_the_hubs_cache_with_nothing_but_the_index(tmp_path, capsys):
+    repository = hub_cache(tmp_path, "abc")
+    for blob in (repository / "blobs").glob("*.safetensors"):
+        blob.unlink()
+    for folder in (repository, repository / "snapshots" / "abc"):
+        assert layer_files(folder, 3) == ["model-00003-of-00003.safetensors"]
+        assert cli.main(["info", str(folder), "--layer", "3", "--files"]) == 0
+        assert capsys.readouterr() == ("model-00003-of-00003.safetensors\n", "")
 
 
 def test_other_paths_that_are_no_checkpoint_are_named(tmp_path):

@@ -39,6 +39,7 @@ P = "backbone.layers.1."
 # Values.
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name, layer", LAYERS)
 def test_fixtures_load_with_the_bits_of_the_file_R02(name, layer):
     row = fixtures_io.layers_of(name)[layer]

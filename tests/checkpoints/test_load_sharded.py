@@ -67,6 +67,7 @@ def test_every_mesh_gets_the_same_bits_in_the_shardings_it_asks_for_R82(name, ca
             assert_same_bits(shard.data, wanted[field][shard.index])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", MESHES)
 def test_conversion_and_sharding_together_equal_conversion_alone(case):
     shape, names, rules = MESHES[case]

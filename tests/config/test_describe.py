@@ -22,6 +22,7 @@ TINY = MoEConfig(
 )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("config, total", [(NANO, 1_297_468_032), (SUPER, 2_873_102_336), (ULTRA, 10_942_947_328)])
 def test_a_block_has_its_published_number_of_parameters(config, total):
     assert describe(config).model.total.parameters == total

@@ -55,12 +55,14 @@ def test_all_fixtures_are_looked_at():
     assert len(NAMES) == 12
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", CONFIGS)
 def test_published_configs_have_their_moe_layers_in_order(name):
     mtp = [] if name == "nano" else ["mtp.layers.1"]
     assert list(moe_layers_from_hf(CONFIGS[name])) == [*MOE[name], *mtp]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "config, sizes",
     [

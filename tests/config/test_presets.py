@@ -8,6 +8,7 @@ from nemotron_moe.hf_config import moe_layers_from_hf
 from nemotron_moe.presets import MODELS, NANO, PUZZLE, SUPER, ULTRA
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_preset_is_what_the_published_config_gives(name):
     published = moe_layers_from_hf(CONFIGS[name])
