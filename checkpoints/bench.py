@@ -1,8 +1,10 @@
 """Measures loading: `python -m checkpoints.bench --megabytes 500` prints one JSON line per case."""
 
 import argparse
+import dataclasses
 import functools
 import json
+import math
 import re
 import sys
 import tempfile
@@ -13,7 +15,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from checkpoints.directory import INDEX
 from checkpoints.load import load_layer
+from checkpoints.names import TABLE
+from checkpoints.safetensors_file import DTYPES
+from nemotron_moe.config import MoEConfig
+from nemotron_moe.weights import abstract_weights
 
 EXPERTS, WIDTH, SHARDS = 64, 1024, 3
 
@@ -21,42 +28,32 @@ EXPERTS, WIDTH, SHARDS = 64, 1024, 3
 def write_layer(folder: Path, megabytes: int, *, stacked: bool) -> None:
     """Writes a checkpoint of one bfloat16 MoE layer of about `megabytes`, its experts scattered over the files."""
     inner = max(16, megabytes * 10**6 // (4 * EXPERTS * WIDTH) // 16 * 16)
-    shapes = {"norm.weight": (WIDTH,), "mixer.gate.weight": (EXPERTS, WIDTH)}
-    for name, shape in {"up_proj": (inner, WIDTH), "down_proj": (WIDTH, inner)}.items():
-        shapes[f"mixer.shared_experts.{name}.weight"] = shape
-        if stacked:
-            shapes[f"mixer.experts.{name}"] = (EXPERTS, *shape)
-        else:
-            shapes |= {f"mixer.experts.{expert}.{name}.weight": shape for expert in range(EXPERTS)}
-    tensors = {f"backbone.layers.0.{name}": ("BF16", shape) for name, shape in shapes.items()}
-    tensors["backbone.layers.0.mixer.gate.e_score_correction_bias"] = ("F32", (EXPERTS,))
-    shards: list[dict] = [{} for _ in range(SHARDS)]
-    for position, name in enumerate(tensors):
-        shards[position % SHARDS][name] = tensors[name]
-    weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        file, header, end = f"model-{number:05}-of-{SHARDS:05}.safetensors", {}, 0
-        for name, (dtype, shape) in shard.items():
-            start, end = end, end + int(np.prod(shape)) * (2 if dtype == "BF16" else 4)
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-            weight_map[name] = file
-        raw = json.dumps(header).encode()
-        with (folder / file).open("wb") as out:
-            out.write(len(raw).to_bytes(8, "little") + raw)
-            for name in header:
-                start, stop = header[name]["data_offsets"]
-                out.write(np.full(stop - start, 60, np.uint8))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    sizes = {"hidden_size": WIDTH, "moe_intermediate_size": inner, "moe_shared_expert_intermediate_size": inner}
-    rules = {
-        "n_routed_experts": EXPERTS,
-        "num_experts_per_tok": 2,
-        "routed_scaling_factor": 2.5,
-        "mlp_hidden_act": "relu2",
-    }
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "nemotron_h", "layers_block_type": ["moe"], **sizes, **rules})
+    config = MoEConfig(
+        hidden_size=WIDTH,
+        moe_intermediate_size=inner,
+        moe_shared_expert_intermediate_size=inner,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=2,
     )
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for field, leaf in abstract_weights(config).items().items():
+        name, of_all = TABLE[field]
+        if of_all is None or stacked:
+            tensors[of_all or name] = ("F32" if field == "gate_bias" else "BF16", leaf.shape)
+        else:
+            tensors |= {name.replace("N", str(expert)): ("BF16", leaf.shape[1:]) for expert in range(EXPERTS)}
+    weight_map: dict[str, str] = {}
+    for shard in range(SHARDS):
+        file, header, end = f"model-{shard + 1:05}-of-{SHARDS:05}.safetensors", {}, 0
+        for name, (dtype, shape) in list(tensors.items())[shard::SHARDS]:
+            start, end = end, end + math.prod(shape) * DTYPES[dtype][0] // 8
+            header[f"backbone.layers.0.{name}"] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        raw = json.dumps(header).encode()
+        (folder / file).write_bytes(len(raw).to_bytes(8, "little") + raw + b"<" * end)
+        weight_map |= dict.fromkeys(header, file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    model = {"model_type": "nemotron_h", "layers_block_type": ["moe"]}
+    (folder / "config.json").write_text(json.dumps(model | dataclasses.asdict(config)))
 
 
 def measure(load: Callable[[], tuple]) -> dict[str, float]:
