@@ -56,7 +56,8 @@ def load_layer(
       CheckpointError: (a ValueError) if files are missing, damaged or contradict each other, or the layer is quantised.
       ValueError: if config.json does not have that MoE layer, or an argument is wrong.
     """
-    return load_layers(path, [layer], dtype=dtype, mesh=mesh, rules=rules, progress=progress)[layer]
+    (loaded,) = load_layers(path, [layer], dtype=dtype, mesh=mesh, rules=rules, progress=progress).values()
+    return loaded
 
 
 def load_layers(

@@ -88,7 +88,7 @@ def self_check(
         },
         tolerance=TOLERANCE[name],
         same_experts=1.0 - float(differs.mean()) if len(differs) else 1.0,
-        unexplained=int((differs & (oracle["margin"] > _choice_error(aux.routing.logits, oracle, weights))).sum()),
+        unexplained=int((differs & ~_is_near_tie(aux.routing.logits, oracle, weights)).sum()),
         load=tuple(int(count) for count in aux.load),
     )
 
@@ -104,12 +104,13 @@ def relative_error(seen: Any, wanted: np.ndarray) -> float:
     return float(difference / max(float(np.linalg.norm(wanted)), np.finfo(np.float64).tiny))
 
 
-def _choice_error(logits: jax.Array, oracle: dict[str, np.ndarray], weights: MoEWeights) -> np.ndarray:
-    """[T]: how much a gap between two choice scores can be off.
+def _is_near_tie(logits: jax.Array, oracle: dict[str, np.ndarray], weights: MoEWeights) -> np.ndarray:
+    """[T] bool: the gap between two choice scores is within what rounding can move it; never where that is not finite.
 
     A sigmoid's slope is at most 1/4, and a gap has two ends; adding the bias in float32 rounds each end by at most half
     an eps of its size.
     """
     logit_error = np.abs(np.asarray(logits).astype(np.float64) - oracle["router_logits"]).max(1)
     size = 1.0 + float(np.abs(np.asarray(weights.gate_bias)).max())
-    return 0.5 * logit_error + 2 * float(np.finfo(np.float32).eps) * size
+    error = 0.5 * logit_error + 2 * float(np.finfo(np.float32).eps) * size
+    return np.isfinite(error) & (oracle["margin"] <= error)

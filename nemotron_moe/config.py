@@ -1,10 +1,11 @@
 """The static description of one Mixture-of-Experts layer."""
 
 import dataclasses
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
+
+_TINY, _HUGE = 2.0**-126, 2.0**127  # Smaller numbers count as 0 on most hardware.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,8 +54,8 @@ class MoEConfig:
             raise ValueError(f"MoEConfig.norm_topk_prob is {self.norm_topk_prob!r}; wanted True or False.")
         for name in ("routed_scaling_factor", "layer_norm_epsilon"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise ValueError(f"MoEConfig.{name} is {value!r}; wanted a positive finite number.")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not _TINY <= value <= _HUGE:
+                raise ValueError(f"MoEConfig.{name} is {value!r}; wanted a positive number that float32 holds.")
             object.__setattr__(self, name, float(value))
         experts, groups = self.n_routed_experts, self.n_group
         if self.num_experts_per_tok > experts:

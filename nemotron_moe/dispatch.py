@@ -37,7 +37,7 @@ class Plan:
 
     def is_routed(self) -> jax.Array:
         """[T, K] bool: the slot has an expert."""
-        return self.row_of_slot < self.group_sizes.sum()
+        return self.row_of_slot < self.group_sizes.sum(dtype=jnp.int32)
 
 
 def make_plan(ids: jax.Array, n_experts: int) -> Plan:
@@ -61,8 +61,8 @@ def make_plan(ids: jax.Array, n_experts: int) -> Plan:
 def known_ids(ids: jax.Array, n_experts: int) -> jax.Array:
     """ids of any integer dtype as int32, those outside [0, n_experts) as n_experts."""
     if ids.dtype.itemsize > 4:
-        ids = jnp.clip(ids, jnp.iinfo(ids.dtype).min >> 32, n_experts)
-    ids = ids.astype(jnp.int32)
+        ids = ids.clip(max(-1, jnp.iinfo(ids.dtype).min), n_experts)  # its own: jnp would wrap NumPy's to 32 bits
+    ids = jnp.asarray(ids).astype(jnp.int32)
     return jnp.where((ids >= 0) & (ids < n_experts), ids, n_experts)
 
 
@@ -102,16 +102,18 @@ def _combine(y: jax.Array, weights: jax.Array, plan: Plan) -> jax.Array:
 def _sum_slots(y: jax.Array, weights: jax.Array | None, plan: Plan) -> jax.Array:
     routed = plan.is_routed()
 
-    def add(slot: int | jax.Array, total: jax.Array) -> jax.Array:
+    def one(slot: int | jax.Array) -> jax.Array:
         take = functools.partial(lax.dynamic_index_in_dim, index=slot, axis=1, keepdims=False)
         rows = y.at[take(plan.row_of_slot)].get(mode="promise_in_bounds").astype(jnp.float32)
         if weights is not None:
             rows = take(weights)[:, None] * rows
-        return total + jnp.where(take(routed)[:, None], rows, 0.0)
+        return jnp.where(take(routed)[:, None], rows, 0.0)
 
     tokens, slots = plan.row_of_slot.shape
-    total = jnp.zeros((tokens, y.shape[1]), jnp.float32)
-    return lax.fori_loop(0, slots, add, total, unroll=min(slots, _UNROLL)) if tokens else total
+    if not tokens:
+        return y.astype(jnp.float32)
+    unroll = max(1, min(slots - 1, _UNROLL))
+    return lax.fori_loop(1, slots, lambda slot, total: total + one(slot), one(0), unroll=unroll)
 
 
 def _gather_rows_forward(x: jax.Array, plan: Plan) -> tuple[jax.Array, Plan]:

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.dense import squares_dtype
-from nemotron_moe.validate import check_dtype
+from nemotron_moe.validate import check_dtype, check_weights
 from nemotron_moe.weights import MoEWeights, abstract_weights
 from pallas_kernels.grouped_matmul import choose
 from pallas_kernels.implementation import default_device
@@ -67,7 +67,10 @@ def explain(
       ValueError: if `implementation` cannot serve these arguments, or the layer does not compute in `dtype`.
     """
     check_dtype("the activations' array", dtype)
+    if not isinstance(tokens, int) or tokens < 0:
+        raise ValueError(f"tokens is {tokens!r}; wanted a number of tokens, 0 or more.")
     weights = weights or abstract_weights(config)
+    check_weights(weights, config)
     rows = tokens * config.num_experts_per_tok
     steps = []
     for name, matrix, in_dtype in (

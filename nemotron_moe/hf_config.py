@@ -84,6 +84,8 @@ def moe_layers_from_hf(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mo
     path = Path(config)
     try:
         path = path / "config.json" if path.is_dir() else path
+        if path.exists() and not path.is_file():  # a pipe would wait for ever
+            raise ValueError("not a regular file.")
         parsed = json.loads(path.read_bytes(), object_pairs_hook=without_duplicates)
         if not isinstance(parsed, dict):
             raise ValueError(f"holds a {type(parsed).__name__}; wanted a JSON object.")

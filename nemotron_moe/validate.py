@@ -54,6 +54,10 @@ def check_shape(name: str, x: Any, shape: tuple[int, ...]) -> None:
 
 def check_weights(weights: MoEWeights, config: MoEConfig) -> None:
     """`weights` has the fields and shapes that `config` asks for, floating leaves, and its gate bias in float32."""
+    if not isinstance(config, MoEConfig):
+        raise ValueError(
+            f"config is a {type(config).__name__}; wanted a MoEConfig (see MoEConfig.from_hf, load_layer)."
+        )
     if not isinstance(weights, MoEWeights):
         raise ValueError(f"weights is a {type(weights).__name__}; wanted MoEWeights (see init_weights, load_layer).")
     wanted, seen = abstract_weights(config).items(), weights.items()

@@ -148,7 +148,8 @@ def init_weights(
       dtype: of every leaf but `gate_bias`, which is float32.
       mesh, rules: where each leaf goes, as in `abstract_weights`.
     """
-    abstract = abstract_weights(config, mesh=mesh, rules=rules)
+    formats = {name: dtype for name in _shapes(config) if name != "gate_bias"}
+    abstract = abstract_weights(config, formats=formats, mesh=mesh, rules=rules)
     shardings = None if mesh is None else jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return jax.jit(_draw, static_argnums=(1, 2), out_shardings=shardings)(key, config, jnp.dtype(dtype))
 

@@ -62,10 +62,11 @@ def grouped_matmul(
     if tile is not None and not (chosen.tile and isinstance(tile, chosen.tile)):
         takes = f"a {chosen.tile.__name__}" if chosen.tile else "none"
         raise ValueError(f"tile is {tile!r}; implementation {chosen.name!r} takes {takes}, or None to let it choose.")
+    # Clipped as what they are: jnp would wrap NumPy's 64 bits to 32.
+    sizes = jnp.asarray(group_sizes.clip(0, min(lhs.shape[0], jnp.iinfo(group_sizes.dtype).max))).astype(jnp.int32)
     # Under shard_map all vary alike, so that it is JAX that sums the gradient of a replicated operand over the devices.
-    lhs, rhs, group_sizes = _vary_alike(lhs, rhs, group_sizes)
-    most = min(lhs.shape[0], jnp.iinfo(group_sizes.dtype).max)
-    ends = jnp.minimum(jnp.cumsum(jnp.clip(group_sizes, 0, most).astype(jnp.int32)), lhs.shape[0])
+    lhs, rhs, sizes = _vary_alike(lhs, rhs, sizes)
+    ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), lhs.shape[0])
     sizes = jnp.diff(ends, prepend=jnp.zeros_like(ends, shape=(1,)))
     call = _Call(chosen, activation, out_dtype, tile)
     return _product(call, lhs, rhs, sizes)

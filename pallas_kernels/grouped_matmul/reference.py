@@ -68,7 +68,9 @@ def activate(acc: jax.Array, activation: str | None) -> jax.Array:
 def cotangent(dout: jax.Array, out: jax.Array | None, dtype: DTypeLike) -> jax.Array:
     """The accumulator's cotangent, rounded once; through relu2, whose slope is 2 sqrt(out), if its output is given."""
     if out is not None:
-        dout = dout.astype(jnp.float32) * (2 * jnp.sqrt(out.astype(jnp.float32)))
+        is_positive = out > 0  # so that the slope's own slope is finite where out is 0
+        root = jnp.sqrt(jnp.where(is_positive, out, jnp.ones((), out.dtype)).astype(jnp.float32))
+        dout = dout.astype(jnp.float32) * jnp.where(is_positive, 2 * root, 0.0)
     return dout.astype(dtype)
 
 

@@ -97,7 +97,7 @@ class Xla:
                 a, b = (jnp.where(mine[:, None], x, jnp.zeros((), x.dtype)) for x in (a, b))
                 acc = jnp.where(tiles.opens_group[index], 0.0, acc) + _dot(a, b, 0, 0)
                 # A group's later tiles overwrite what its earlier ones have stored.
-                return lax.dynamic_update_slice(result, acc.astype(out_dtype)[None], (group, column, 0)), acc
+                return _put(result, acc.astype(out_dtype)[None], (group, column, 0)), acc
 
             return lax.fori_loop(0, tiles.count, one_tile, (result, _zeros((columns, k), jnp.float32, lhs)))[0]
 
@@ -145,7 +145,7 @@ def _rows_times_matrices(
                 acc = _dot(some_rows, matrix, 1, 0)
             new = finish(acc).astype(result.dtype)
             old = _cut(result, (start, column), (rows, columns))
-            return lax.dynamic_update_slice(result, jnp.where(mine[:, None], new, old), (start, column))
+            return _put(result, jnp.where(mine[:, None], new, old), (start, column))
 
         return lax.fori_loop(0, -(-n // columns), one_block, result)
 
@@ -172,9 +172,9 @@ class _Tiles:
 
 
 def _tiles(group_sizes: jax.Array, m: int, rows: int) -> _Tiles:
-    ends = jnp.cumsum(group_sizes)
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     per_group = -(-group_sizes // rows)
-    tile_ends = jnp.cumsum(per_group)
+    tile_ends = jnp.cumsum(per_group, dtype=jnp.int32)
     index = lax.iota(jnp.int32, -(-m // rows) + min(m, group_sizes.shape[0]))
     group = jnp.searchsorted(tile_ends, index, side="right", method="compare_all").astype(jnp.int32)
     group = jnp.minimum(group, group_sizes.shape[0] - 1)
@@ -185,7 +185,15 @@ def _tiles(group_sizes: jax.Array, m: int, rows: int) -> _Tiles:
 
 
 def _cut(array: jax.Array, corner: tuple[jax.Array | int, ...], shape: tuple[int, ...]) -> jax.Array:
-    return lax.dynamic_slice(array, corner, shape)
+    return lax.dynamic_slice(array, _indices(corner), shape)
+
+
+def _put(array: jax.Array, part: jax.Array, corner: tuple[jax.Array | int, ...]) -> jax.Array:
+    return lax.dynamic_update_slice(array, part, _indices(corner))
+
+
+def _indices(corner: tuple[jax.Array | int, ...]) -> list[jax.Array]:
+    return [jnp.asarray(index, jnp.int32) for index in corner]  # of one dtype, with 64-bit types on too
 
 
 def _dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
