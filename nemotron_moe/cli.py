@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import nemotron_moe as nm
+from nemotron_moe.description import not_found, preset
 from nemotron_moe.hf_config import MoELayers, moe_layers_from_hf, pick_layer
 
 EXIT_OK, EXIT_FAILED, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 0, 1, 2, 130, 141
@@ -43,16 +44,25 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns the exit status; `arguments` are those of the process if None."""
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()  # Also what --help wrote before it exits.
+    except BrokenPipeError:
+        # Whoever read our output, or our message on stderr, has seen enough; Python would complain again when it
+        # flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     logging.getLogger("jax._src.xla_bridge").addFilter(_without_traceback)
     try:
-        status = options.run(options)
-        sys.stdout.flush()
-        return status
+        return options.run(options)
     except BrokenPipeError:
-        # Whoever read our output has seen enough; Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
+        raise
     except KeyboardInterrupt:
         return _error("interrupted.", EXIT_INTERRUPTED)
     except OSError as error:
@@ -119,6 +129,7 @@ def _info(options: argparse.Namespace) -> int:
     if options.files:
         if options.model is None or options.layer is None:
             raise ValueError("--files wants a checkpoint and a layer: nemotron-moe info PATH --layer N --files.")
+        _refuse_early(options.model, options.layer)
         shown = output.files(nm.layer_files(options.model, options.layer))
     elif options.model is None:
         if options.layer is not None:
@@ -129,7 +140,7 @@ def _info(options: argparse.Namespace) -> int:
         if options.layer is None:
             shown = output.description(nm.describe(layers))
         else:
-            shown = output.layer(options.layer, pick_layer(layers, options.layer))
+            shown = output.layer(options.layer, _pick(layers, options.layer))
     output.show(shown, as_json=options.json)
     return EXIT_OK
 
@@ -137,6 +148,7 @@ def _info(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from nemotron_moe import cli_output as output
 
+    _refuse_early(options.path, options.layer)
     weights, config = nm.load_layer(options.path, options.layer)
     report = nm.self_check(weights, config, dtype=options.dtype)
     output.show(
@@ -148,9 +160,37 @@ def _check(options: argparse.Namespace) -> int:
 def _moe_layers(model: str) -> MoELayers:
     from checkpoints.directory import resolve
 
-    if model in nm.presets.MODELS:
-        return nm.presets.MODELS[model]
-    return moe_layers_from_hf(model if os.path.isfile(model) else resolve(model))
+    if layers := preset(model):
+        return layers
+    if os.path.isfile(model):
+        return moe_layers_from_hf(model)
+    if "/" not in model and not os.path.exists(os.path.expanduser(model)):
+        raise ValueError(not_found(model))
+    folder = resolve(model)
+    if not (folder / "config.json").exists():
+        raise ValueError(f"{folder.absolute()} is no checkpoint: it has no config.json.")
+    return moe_layers_from_hf(folder)
+
+
+def _pick(layers: MoELayers, layer: int | str) -> nm.MoEConfig:
+    try:
+        return pick_layer(layers, layer)
+    except ValueError as error:
+        mtp = [name for name in layers if isinstance(name, str)]
+        if mtp and str(layer).lower().startswith("mtp"):
+            raise ValueError(f"{error} Did you mean {' or '.join(mtp)}?") from error
+        raise
+
+
+def _refuse_early(path: str, layer: int | str) -> None:
+    """Says what is wrong with a layer in the same words as `info`, where there is a config.json to tell."""
+    from checkpoints.directory import resolve
+
+    if not os.path.exists(path) and preset(path):
+        raise ValueError(f"{path} is a preset, which has no weights; pass the folder of a downloaded checkpoint.")
+    folder = resolve(path, layer)
+    if (folder / "config.json").exists():
+        _pick(moe_layers_from_hf(folder), layer)
 
 
 def _layer(text: str) -> int | str:

@@ -29,21 +29,19 @@ class Output:
     parts: Sequence[Any]
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        raise  # rich would exit with status 1, which means "did not pass" here.
-
-
 def show(output: Output, *, as_json: bool) -> None:
     """Writes to stdout."""
     if as_json:
         print(json.dumps(_jsonable(output.data), indent=2, allow_nan=False))
         return
     # Names come from files: nothing in them is markup. Nothing here is wider than 80 columns but paths and messages.
-    console = _Console(markup=False, highlight=False, emoji=False)
+    console = Console(markup=False, highlight=False, emoji=False)
     console.width = max(console.width, 80)
-    for part in output.parts:
-        console.print(part, soft_wrap=isinstance(part, (str, Text)))
+    # Captured, since rich pads the rows of tables, and since on a broken pipe it would exit with a status of its own.
+    with console.capture() as capture:
+        for part in output.parts:
+            console.print(part, soft_wrap=isinstance(part, (str, Text)))
+    print("\n".join(line.rstrip() for line in capture.get().rstrip().split("\n")))
 
 
 def files(names: Sequence[str]) -> Output:
@@ -107,7 +105,7 @@ def demo_report(report: DemoReport) -> Output:
             for run in report.runs
         ],
     }
-    parts: list[Any] = [f"MoE layer {LAYER} of the checkpoint {report.checkpoint}", f"on {report.device}"]
+    parts: list[Any] = _title(LAYER, report.checkpoint, report.device)
     if report.config and report.weights:
         parts += [_heading("Configuration"), *_config(report.config), *_weights(report.weights)]
     if report.runs:
@@ -142,15 +140,29 @@ def check_report(
         **dataclasses.asdict(report),
     }
     parts = [
-        f"MoE layer {name} of {path}",
-        f"on {device_name()}",
+        *_title(name, path, device_name()),
         *(_heading("Configuration"), *_config(config), *_weights(weights)),
         *(_heading("Correctness"), _errors([(dtype, row) for row in against_oracle(report)])),
-        f"{report.same_experts:.1%} of the tokens go to the oracle's experts.",
-        f"{report.unexplained} go elsewhere although their logits are right.",
+        *_same_experts(report, sum(report.load) // config.num_experts_per_tok),
         *(*_load(report.load), "", _verdict(report.passed)),
     ]
     return Output(data, parts)
+
+
+def _title(name: int | str, path: str | os.PathLike[str], device: str) -> list[Any]:
+    return [f"MoE layer {name} of the checkpoint", os.fspath(path), f"device: {device}"]
+
+
+def _same_experts(report: CheckReport, tokens: int) -> list[str]:
+    same = round(report.same_experts * tokens)
+    lines, ties = [f"{same} of {tokens} tokens go to the oracle's experts."], tokens - same - report.unexplained
+    if ties:
+        what = "1 is a near tie" if ties == 1 else f"{ties} are near ties"
+        lines.append(f"{'' if report.unexplained else 'The other '}{what} that rounding explains.")
+    if report.unexplained:
+        goes = "goes" if report.unexplained == 1 else "go"
+        lines.append(f"{report.unexplained} {goes} elsewhere without a rounding that explains it: FAIL")
+    return lines
 
 
 def _config(config: nm.MoEConfig) -> list[Any]:

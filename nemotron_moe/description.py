@@ -1,9 +1,10 @@
 """What MoE layers hold and cost, from their configuration alone."""
 
 import dataclasses
+import difflib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -77,8 +78,6 @@ class Layer:
 class Description:
     """What `describe` found; prints as tables within 80 columns, and `dataclasses.asdict` makes a JSON-able dict of it.
 
-    MFLOP in the tables is for one token.
-
     Attributes:
       layers: every MoE layer in order.
       model: the MoE layers of the model together, without multi-token prediction (MTP).
@@ -106,20 +105,23 @@ class Description:
         tables = [
             _table("each layer", "hidden", "latent", "inner", "shared", "experts"),
             _table("each layer", *_COLUMNS),
-            _table("together", *_COLUMNS, "MFLOP"),
+            _table("together", *_COLUMNS, "MFLOP\n/token"),
         ]
         for (config, _), layers in alike.items():
             widths = (config.hidden_size, config.moe_latent_size, config.moe_intermediate_size)
             shape = [str(width or "-") for width in (*widths, config.moe_shared_expert_intermediate_size)]
             experts = f"{config.num_experts_per_tok} of {config.n_routed_experts}"
-            names = shorten(layer.layer for layer in layers if layer.layer is not None)
+            names = _names([layer.layer for layer in layers if layer.layer is not None])
             tables[0].add_row(names, *shape, experts)
             tables[1].add_row(names, *_cells(layers[0].sizes.total))
         for field in dataclasses.fields(Sizes):
             size = getattr(self.model, field.name)
             if size.parameters:
                 tables[2].add_row(field.name, *_cells(size), f"{size.flops_per_token / 1e6:,.0f}")
-        return Group(*(line for table in tables if table.row_count for line in (table, "")))
+        lines = [line for table in tables if table.row_count for line in ("", table)]
+        if self.mtp and tables[2].row_count:
+            lines.append(f"without {shorten(str(layer.layer) for layer in self.layers if _is_mtp(layer.layer))}")
+        return Group(*lines[1:])
 
 
 def describe(config: MoEConfig | Mapping[Any, Any] | str | os.PathLike[str]) -> Description:
@@ -132,7 +134,7 @@ def describe(config: MoEConfig | Mapping[Any, Any] | str | os.PathLike[str]) -> 
 
     Args:
       config: a `MoEConfig`; layers by number, as `moe_layers_from_hf` gives them; a preset's name ("nano", "lightning",
-        "super", "ultra", "puzzle"); a parsed `config.json`, its path, or its folder's path.
+        "super", "ultra", "puzzle"), in any case; a parsed `config.json`, its path, or its folder's path.
 
     Raises:
       ValueError: if `config` is none of these, or is not understood.
@@ -151,15 +153,26 @@ def _resolve(config: Any) -> Mapping[Any, MoEConfig]:
         return {None: config}
     if isinstance(config, MoELayers):
         return config
-    if isinstance(config, str) and config in MODELS:
-        return MODELS[config]
+    if isinstance(config, str) and (layers := preset(config)):
+        return layers
     try:
         return moe_layers_from_hf(config)
     except ValueError as error:
         if isinstance(config, str) and not os.path.exists(config):
-            presets = ", ".join(MODELS)
-            raise ValueError(f"{config!r} is no file, folder or preset; the presets are {presets}.") from error
+            raise ValueError(not_found(config)) from error
         raise
+
+
+def preset(name: str) -> MoELayers | None:
+    """The released model of that name; in another case only if no file or folder has the name."""
+    return MODELS.get(name if os.path.exists(name) else name.lower())
+
+
+def not_found(name: str) -> str:
+    """What to say of a name that is no path and no preset."""
+    near = difflib.get_close_matches(name.lower(), MODELS, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"{name!r} is no file, folder or preset; the presets are {', '.join(MODELS)}.{hint}"
 
 
 def _is_mtp(layer: int | str | None) -> bool:
@@ -193,6 +206,11 @@ def _size(name: str, leaf: jax.ShapeDtypeStruct, config: MoEConfig, quantised: b
 def _together(layers: list[Sizes]) -> Sizes:
     names = [field.name for field in dataclasses.fields(Sizes)]
     return Sizes(**{name: sum((getattr(sizes, name) for sizes in layers), start=Size()) for name in names})
+
+
+def _names(layers: Sequence[int | str]) -> str:
+    # The count, since the ends of a long list do not tell what is between them; more would not fit in 80 columns.
+    return shorten(layers) if len(layers) <= 6 else f"{len(layers)} layers: {layers[0]}, ..., {layers[-1]}"
 
 
 def _table(*headings: str) -> Any:

@@ -63,7 +63,7 @@ def test_info_lists_the_released_models(run, run_json):
 def test_info_of_a_model_is_its_description_within_80_columns(run, run_json, monkeypatch, name):
     monkeypatch.setenv("COLUMNS", "80")
     status, out, _ = run("info", name)
-    assert status == 0 and out.strip() == repr(describe(name)).strip()
+    assert status == 0 and out == f"{describe(name)!r}\n" == run("info", name.upper())[1]
     assert max(map(len, out.splitlines())) <= 80
     assert run_json("info", name) == json.loads(json.dumps(dataclasses.asdict(describe(name))))
 
@@ -121,6 +121,23 @@ def test_check_of_a_layer_that_holds_nan_fails(run, run_json, tmp_path, monkeypa
     assert status == 1 and out.splitlines()[-1] == "FAIL" and "TOO LARGE" in out
 
 
+@pytest.mark.parametrize(
+    "same, unexplained, words",
+    [
+        (64, 0, ["64 of 64 tokens go to the oracle's experts."]),
+        (63, 0, ["63 of 64 tokens go to the oracle's experts.", "The other 1 is a near tie that rounding explains."]),
+        (61, 3, ["61 of 64 tokens go", "3 go elsewhere without a rounding that explains it: FAIL"]),
+        (61, 1, ["61 of 64 tokens go", "2 are near ties", "1 goes elsewhere without a rounding"]),
+    ],
+)
+def test_check_counts_the_tokens_that_go_elsewhere(same, unexplained, words):
+    from nemotron_moe.cli_output import _same_experts
+
+    report = nm.CheckReport(errors={}, tolerance=1.0, same_experts=same / 64, unexplained=unexplained, load=())
+    lines = _same_experts(report, 64)
+    assert len(lines) == len(words) and all(word in line for word, line in zip(words, lines, strict=True))
+
+
 def test_a_layer_of_many_experts_gets_few_bars():
     from nemotron_moe.cli_output import _load
 
@@ -135,21 +152,26 @@ ERRORS = [
     ((), "COMMAND"),
     (("infp",), "infp"),
     (("info", "nano", "--layr", "3"), "--layr"),
-    (("info", "nani"), "nani", "not a folder"),
+    (("info", "supr"), "'supr'", "nano, lightning, super, ultra, puzzle", "Did you mean super?"),
     (("info", "/nowhere/at/all"), "/nowhere/at/all"),
     (("info", "nvidia/model"), "hf download nvidia/model config.json"),
     (("info", __file__), "test_cli.py", "JSON"),
-    (("info", FIXTURES), "config.json"),
+    (("info", FIXTURES), f"{FIXTURES} is no checkpoint", "config.json"),
+    (("info", "."), f"{Path.cwd()} is no checkpoint", "config.json"),
     (("info", "nano", "--layer", "0"), "layer 0", "mamba"),
     (("info", "nano", "--layer", "mtp.layers.1"), "mtp.layers.1", "does not exist"),
     (("info", "nano", "--layer", "-1"), "'-1'"),
     (("info", "--layer", "3"), "--layer wants a model"),
     (("info", "--files"), "--files wants"),
     (("info", LATENT, "--files"), "--files wants"),
-    (("info", LATENT, "--layer", "1", "--files"), "no MoE layer 1"),
+    (("info", LATENT, "--layer", "1"), "layer 1 is of kind 'attention', not MoE"),
+    (("info", LATENT, "--layer", "1", "--files"), "layer 1 is of kind 'attention', not MoE"),
+    (("info", "super", "--layer", "mtp"), "'mtp' does not exist", "Did you mean mtp.layers.1?"),
+    (("info", "super", "--layer", "1", "--files"), "has no weights"),
+    (("check", "Super", "--layer", "1"), "Super is a preset", "no weights", "downloaded checkpoint"),
     (("check", LATENT), "--layer"),
     (("check", LATENT, "--layer", "0", "--dtype", "float64"), "float64", "bfloat16"),
-    (("check", LATENT, "--layer", "1"), "layer 1"),
+    (("check", LATENT, "--layer", "1"), "layer 1 is of kind 'attention', not MoE"),
     (("check", LATENT, "--layer", "mtp.layers.7"), "mtp.layers.7"),
     (("check", "nvidia/model", "--layer", "1"), "hf download"),
     (("check", __file__, "--layer", "1"), "is a file"),
@@ -256,5 +278,10 @@ def test_a_reader_who_leaves_early_is_no_error():
         for options in ([], ["--json"]):
             done = _python_m("info", "puzzle", *options, stdout=write, stderr=subprocess.PIPE)
             assert (done.returncode, done.stderr) == (141, b"")
+        # argparse itself says nothing of a broken pipe where stdout is not buffered.
+        done = _python_m("--help", stdout=write, stderr=subprocess.PIPE)
+        assert done.returncode in (0, 141) and done.stderr == b""
+        done = _python_m("info", "nani", stdout=subprocess.PIPE, stderr=write)
+        assert (done.returncode, done.stdout) == (141, b"")
     finally:
         os.close(write)

@@ -162,6 +162,7 @@ def test_a_description_prints_as_a_table():
     rows = [line.split() for line in text.splitlines()]
     # One row for the 23 layers that are alike, one for MTP, which is not quantised.
     assert sum("1,297,468,032" in row for row in rows) == 2
+    assert "23 layers: 1, ..., 51 " in text and rows[-1] == ["without", "mtp.layers.1"]
     mtp = next(row for row in rows if row[:1] == ["mtp.layers.1"])
     assert mtp[1:8] == ["2688", "-", "1856", "3712", "6", "of", "128"]
     assert f"{23 * 1_277_165_568:,}" in next(row for row in rows if row[:1] == ["routed"])
