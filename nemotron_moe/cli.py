@@ -50,9 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # Also what --help wrote before it exits.
     except BrokenPipeError:
-        # Whoever read our output, or our message on stderr, has seen enough; Python would complain again when it
-        # flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read our output or our message has seen enough; Python would complain again when it flushes at exit.
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return EXIT_BROKEN_PIPE
 
 
