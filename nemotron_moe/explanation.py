@@ -11,7 +11,7 @@ from nemotron_moe.dense import squares_dtype
 from nemotron_moe.validate import check_dtype, check_weights
 from nemotron_moe.weights import MoEWeights, abstract_weights
 from pallas_kernels.grouped_matmul import choose
-from pallas_kernels.implementation import default_device
+from pallas_kernels.implementation import target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,4 +87,4 @@ def explain(
                 reasons=dict(choice.passed_over),
             )
         )
-    return Explanation(device=default_device().device_kind, steps=tuple(steps))
+    return Explanation(device=target().kind, steps=tuple(steps))

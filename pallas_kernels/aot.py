@@ -8,6 +8,9 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from pallas_kernels.implementation import H200 as TARGET
+from pallas_kernels.implementation import compiling_for
+
 # What XLA asks a GPU about, as an H200 answers (a text proto of stream_executor.GpuTargetConfigProto).
 H200 = """
 gpu_device_info {
@@ -33,7 +36,9 @@ PACKAGES = {
 
 
 def compile_for_h200(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Compiled:
-    """Compiles `fun` for one H200; the result can be inspected (`memory_analysis()`, `as_text()`) but not run here.
+    """Compiles `fun` for one H200, choosing implementations as there; nothing can be run, but inspected.
+
+    The result has `memory_analysis()` and `as_text()`.
 
     Args:
       fun: a function, jitted or not.
@@ -45,7 +50,8 @@ def compile_for_h200(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.
     sharding = SingleDeviceSharding(_topology().devices[0])
     args, kwargs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), (args, kwargs))
     jitted: Any = fun if hasattr(fun, "trace") else jax.jit(fun)
-    return jitted.trace(*args, **kwargs).lower().compile()
+    with compiling_for(TARGET):
+        return jitted.trace(*args, **kwargs).lower().compile()
 
 
 @functools.cache

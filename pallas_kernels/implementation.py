@@ -1,11 +1,13 @@
 """Which implementation of an operation runs, and why: one table per operation, one function that reads it."""
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import jax
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax.typing import DTypeLike
 
 _log = logging.getLogger("pallas_kernels")
@@ -16,23 +18,62 @@ class Facts:
     """What a choice may depend on; all of it is known while tracing.
 
     Attributes:
-      platform: "cpu", "gpu" or "tpu".
-      compute_capability: of an NVIDIA GPU, such as "9.0"; None elsewhere.
+      target: what the program will run on.
       dtypes: dtype by argument name.
       sizes: size by dimension name.
     """
 
-    platform: str
-    compute_capability: str | None
+    target: "Target"
     dtypes: Mapping[str, DTypeLike]
     sizes: Mapping[str, int]
 
-    @classmethod
-    def here(cls, dtypes: Mapping[str, DTypeLike], sizes: Mapping[str, int]) -> "Facts":
-        """The facts of a call on this process's default device."""
-        device = default_device()
-        capability = getattr(device, "compute_capability", None)
-        return cls(platform=device.platform, compute_capability=capability, dtypes=dtypes, sizes=sizes)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a program will run on.
+
+    Attributes:
+      kind: the device's name, such as "NVIDIA H200".
+      platform: "cpu", "gpu" or "tpu".
+      compute_capability: of an NVIDIA GPU, such as "9.0"; None elsewhere.
+      cores: streaming multiprocessors of a GPU; None elsewhere.
+    """
+
+    kind: str
+    platform: str
+    compute_capability: str | None = None
+    cores: int | None = None
+
+
+H200 = Target(kind="NVIDIA H200", platform="gpu", compute_capability="9.0", cores=132)
+
+
+def target() -> Target:
+    """What is being traced for: the context mesh's device where `compiling_for` or a mesh names one, else the default.
+
+    The context mesh is part of jax's own cache keys, so a function that was traced for one target is traced again for
+    another.
+    """
+    stated = jax.sharding.get_abstract_mesh().abstract_device
+    device = default_device()
+    if stated is None or stated.device_kind == device.device_kind:
+        return Target(
+            kind=device.device_kind,
+            platform=device.platform,
+            compute_capability=getattr(device, "compute_capability", None),
+            cores=getattr(device, "core_count", None),
+        )
+    if stated.device_kind == H200.kind:
+        return H200
+    return Target(kind=stated.device_kind, platform=stated.platform, cores=stated.num_cores)
+
+
+@contextlib.contextmanager
+def compiling_for(target: Target) -> Iterator[None]:
+    """Inside, choices are made as for `target`, whatever this machine has."""
+    device = AbstractDevice(device_kind=target.kind, platform=target.platform, num_cores=target.cores)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        yield
 
 
 def default_device() -> jax.Device:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.grouped_matmul.reference import Reference
 from pallas_kernels.grouped_matmul.tile import Tile
 from pallas_kernels.grouped_matmul.xla import Xla, varying_axes
-from pallas_kernels.implementation import Choice, Facts, select
+from pallas_kernels.implementation import Choice, Facts, select, target
 
 IMPLEMENTATIONS = (Xla(), Reference())  # in order of preference
 ACTIVATIONS = (None, "relu2")
@@ -81,7 +81,8 @@ def choose(
       ValueError: if `implementation` names none, or one that refuses these arguments.
     """
     (groups, columns, depth), rows = rhs.shape, lhs.shape[0]
-    facts = Facts.here(
+    facts = Facts(
+        target=target(),
         dtypes={"lhs": lhs.dtype, "rhs": rhs.dtype},
         sizes={"rows": rows, "groups": groups, "columns": columns, "depth": depth},
     )

@@ -12,9 +12,9 @@ import pytest
 
 from pallas_kernels import aot
 from pallas_kernels.grouped_matmul import choose
-from pallas_kernels.implementation import Facts, select
+from pallas_kernels.implementation import H200, Facts, select
 
-FACTS = Facts(platform="gpu", compute_capability="9.0", dtypes={"lhs": jnp.float32}, sizes={"rows": 3})
+FACTS = Facts(target=H200, dtypes={"lhs": jnp.float32}, sizes={"rows": 3})
 
 
 @dataclasses.dataclass(frozen=True)
