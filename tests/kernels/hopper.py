@@ -1,0 +1,61 @@
+"""Tests of Hopper kernels: natively on a Hopper GPU, and on any other machine in Pallas's interpreter."""
+
+import contextlib
+from unittest import mock
+
+import jax
+import pytest
+from jax._src import dispatch
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.implementation import H200, compiling_for, default_device
+
+
+def has_hopper():
+    """Whether jax computes on a Hopper GPU here."""
+    return getattr(default_device(), "compute_capability", None) == H200.compute_capability
+
+
+@contextlib.contextmanager
+def hopper():
+    """Inside, choices are made as on an H200 and its kernels run, and they may have no race.
+
+    On a Hopper GPU this does nothing. Elsewhere the kernels run in the interpreter, in memory that is NaN (integers:
+    the largest) until it is written, and each is watched for races: on leaving the block, one is an AssertionError.
+    """
+    if has_hopper():
+        yield
+        return
+    watched = []
+
+    def watch(*args, **kwargs):
+        watched.append(watch.original(*args, **kwargs))
+        return watched[-1]
+
+    watch.original = gpu_callbacks.GPURaceDetectionState
+    interpreter = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
+    try:
+        # Every kernel has a record of its own, and the interpreter keeps the last one only.
+        with (
+            mock.patch.object(gpu_callbacks, "GPURaceDetectionState", watch),
+            compiling_for(H200),
+            plgpu.force_gpu_interpret_mode(interpreter),
+        ):
+            yield
+            jax.effects_barrier()
+        races = [number for number, record in enumerate(watched) if record.races_found]
+        assert not races, f"Of the kernels that ran, those with the numbers {races} had a race; see the output."
+    finally:
+        # After an exception the interpreter would wait for the kernel that failed, or jax raise its error again.
+        gpu_callbacks.reset_gpu_interpret_mode_state()
+        dispatch.runtime_tokens.clear()
+
+
+class OnHopper:
+    """Puts every test of a class that inherits it inside `hopper()`."""
+
+    @pytest.fixture(autouse=True)
+    def hopper(self):
+        with hopper():
+            yield
