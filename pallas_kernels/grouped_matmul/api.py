@@ -27,15 +27,16 @@ def grouped_matmul(
     *,
     activation: str | None = None,
     out_dtype: DTypeLike | None = None,
+    group_alignment: int = 1,
     implementation: str | None = None,
     tile: Tile | None = None,
 ) -> jax.Array:
     """Multiplies consecutive groups of rows, each by the transpose of its own matrix.
 
     Row i of group g becomes `activation(lhs[i] @ rhs[g].T)`: products of operands in lhs's dtype (float32 ones at full
-    precision), a float32 sum, the activation in float32, then one rounding. Rows after the last group are zero, and
-    whatever they hold (NaN too) reaches no other row and no gradient. If the sizes add up to more than M, the groups
-    end at row M. The bits of a row do not depend on where in its group it stands.
+    precision), a float32 sum, the activation in float32, then one rounding. Rows between the groups and after the last
+    one are zero, and whatever they hold (NaN too) reaches no other row and no gradient. What the sizes reach beyond M
+    is cut off. The bits of a row do not depend on where in its group it stands.
 
     Differentiable in `lhs` and `rhs`, in reverse mode. The cotangent is rounded once to lhs's dtype. The derivative of
     relu2 is taken from the saved output, 2 * sqrt(out), so it is exact up to the rounding of out; give relu2 an
@@ -47,6 +48,8 @@ def grouped_matmul(
       group_sizes: [G] integers, rows of each group; zeros are fine, and negative sizes count as zero.
       activation: None, or "relu2": relu(x)^2.
       out_dtype: one of those dtypes; None means lhs's.
+      group_alignment: each group begins at the first multiple of it that the groups before leave free; 1 means that
+        they follow each other without gaps.
       implementation: a name in `IMPLEMENTATIONS`, or None for the first one that serves these arguments.
       tile: block sizes for "xla"; None chooses them from the shapes.
 
@@ -57,23 +60,28 @@ def grouped_matmul(
       ValueError: naming the argument, what was seen and what was wanted.
     """
     out_dtype = np.dtype(lhs.dtype if out_dtype is None else out_dtype)
-    _check(lhs, rhs, group_sizes, activation, out_dtype)
-    chosen = choose(lhs, rhs, implementation=implementation).implementation
+    _check(lhs, rhs, group_sizes, activation, out_dtype, group_alignment)
+    chosen = choose(
+        lhs, rhs, out_dtype=out_dtype, group_alignment=group_alignment, implementation=implementation
+    ).implementation
     if tile is not None and not (chosen.tile and isinstance(tile, chosen.tile)):
         takes = f"a {chosen.tile.__name__}" if chosen.tile else "none"
         raise ValueError(f"tile is {tile!r}; implementation {chosen.name!r} takes {takes}, or None to let it choose.")
-    # Clipped as what they are: jnp would wrap NumPy's 64 bits to 32.
+    # Clipped as what they are: jnp would wrap NumPy's 64 bits to 32. What they add up to is cut off by `group_bounds`.
     sizes = jnp.asarray(group_sizes.clip(0, min(lhs.shape[0], jnp.iinfo(group_sizes.dtype).max))).astype(jnp.int32)
     # Under shard_map all vary alike, so that it is JAX that sums the gradient of a replicated operand over the devices.
     lhs, rhs, sizes = _vary_alike(lhs, rhs, sizes)
-    ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), lhs.shape[0])
-    sizes = jnp.diff(ends, prepend=jnp.zeros_like(ends, shape=(1,)))
-    call = _Call(chosen, activation, out_dtype, tile)
+    call = _Call(chosen, group_alignment, activation, out_dtype, tile)
     return _product(call, lhs, rhs, sizes)
 
 
 def choose(
-    lhs: jax.Array | jax.ShapeDtypeStruct, rhs: jax.Array | jax.ShapeDtypeStruct, *, implementation: str | None = None
+    lhs: jax.Array | jax.ShapeDtypeStruct,
+    rhs: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    out_dtype: DTypeLike | None = None,
+    group_alignment: int = 1,
+    implementation: str | None = None,
 ) -> Choice[Any]:
     """Which implementation `grouped_matmul` uses for arrays (or ShapeDtypeStructs) like these, and why.
 
@@ -83,8 +91,8 @@ def choose(
     (groups, columns, depth), rows = rhs.shape, lhs.shape[0]
     facts = Facts(
         target=target(),
-        dtypes={"lhs": lhs.dtype, "rhs": rhs.dtype},
-        sizes={"rows": rows, "groups": groups, "columns": columns, "depth": depth},
+        dtypes={"lhs": lhs.dtype, "rhs": rhs.dtype, "out": lhs.dtype if out_dtype is None else out_dtype},
+        sizes={"rows": rows, "groups": groups, "columns": columns, "depth": depth, "alignment": group_alignment},
     )
     return select("grouped_matmul", IMPLEMENTATIONS, facts, implementation)
 
@@ -94,6 +102,7 @@ class _Call:
     """The static part of a call."""
 
     implementation: Any
+    alignment: int
     activation: str | None
     out_dtype: np.dtype
     tile: Tile | None
@@ -103,7 +112,13 @@ class _Call:
 def _product(call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
     with jax.named_scope("grouped_matmul"):
         return call.implementation.forward(
-            lhs, rhs, sizes, activation=call.activation, out_dtype=call.out_dtype, tile=call.tile
+            lhs,
+            rhs,
+            sizes,
+            alignment=call.alignment,
+            activation=call.activation,
+            out_dtype=call.out_dtype,
+            tile=call.tile,
         )
 
 
@@ -115,16 +130,27 @@ def _forward(call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> t
 def _backward(call: _Call, residuals: tuple[Any, ...], dout: jax.Array) -> tuple[jax.Array, jax.Array, np.ndarray]:
     lhs, rhs, sizes, out = residuals
     with jax.named_scope("grouped_matmul_dlhs"):
-        dlhs = call.implementation.dlhs(dout, out, rhs, sizes, out_dtype=lhs.dtype, tile=call.tile)
+        dlhs = call.implementation.dlhs(
+            dout, out, rhs, sizes, alignment=call.alignment, out_dtype=lhs.dtype, tile=call.tile
+        )
     with jax.named_scope("grouped_matmul_drhs"):
-        drhs = call.implementation.drhs(dout, out, lhs, sizes, out_dtype=rhs.dtype, tile=call.tile)
+        drhs = call.implementation.drhs(
+            dout, out, lhs, sizes, alignment=call.alignment, out_dtype=rhs.dtype, tile=call.tile
+        )
     return dlhs, drhs, np.zeros(sizes.shape, dtypes.float0)
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _check(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, activation: str | None, out_dtype: np.dtype) -> None:
+def _check(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    activation: str | None,
+    out_dtype: np.dtype,
+    group_alignment: int,
+) -> None:
     for name, array, wanted in (("lhs", lhs, "[M, K]"), ("rhs", rhs, "[G, N, K]"), ("group_sizes", group_sizes, "[G]")):
         if array.ndim != len(wanted.split(",")):
             raise ValueError(f"{name} has shape {array.shape}; wanted {wanted}.")
@@ -140,6 +166,8 @@ def _check(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, activation: s
         )
     if group_sizes.shape[0] != rhs.shape[0]:
         raise ValueError(f"group_sizes has {group_sizes.shape[0]} sizes but rhs has {rhs.shape[0]} groups.")
+    if isinstance(group_alignment, bool) or not isinstance(group_alignment, int) or group_alignment < 1:
+        raise ValueError(f"group_alignment is {group_alignment!r}; wanted a positive integer, such as 1 or 8.")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; wanted one of {list(ACTIVATIONS)}.")
 

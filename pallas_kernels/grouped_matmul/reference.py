@@ -24,12 +24,14 @@ class Reference:
         rhs: jax.Array,
         group_sizes: jax.Array,
         *,
+        alignment: int,
         activation: str | None,
         out_dtype: DTypeLike,
         tile: Tile | None,
     ) -> jax.Array:
         every = _einsum("mk,gnk->mgn", lhs, rhs.astype(lhs.dtype))
-        acc = jnp.sum(jnp.where(membership(lhs, group_sizes)[:, :, None], every, 0.0), axis=1)
+        member = membership(lhs.shape[0], group_sizes, alignment)[:, :, None]
+        acc = jnp.sum(jnp.where(member, every, 0.0), axis=1)
         return activate(acc, activation).astype(out_dtype)
 
     def dlhs(
@@ -39,11 +41,13 @@ class Reference:
         rhs: jax.Array,
         group_sizes: jax.Array,
         *,
+        alignment: int,
         out_dtype: DTypeLike,
         tile: Tile | None,
     ) -> jax.Array:
         every = _einsum("mn,gnk->mgk", cotangent(dout, out, out_dtype), rhs.astype(out_dtype))
-        return jnp.sum(jnp.where(membership(dout, group_sizes)[:, :, None], every, 0.0), axis=1).astype(out_dtype)
+        member = membership(dout.shape[0], group_sizes, alignment)[:, :, None]
+        return jnp.sum(jnp.where(member, every, 0.0), axis=1).astype(out_dtype)
 
     def drhs(
         self,
@@ -52,10 +56,11 @@ class Reference:
         lhs: jax.Array,
         group_sizes: jax.Array,
         *,
+        alignment: int,
         out_dtype: DTypeLike,
         tile: Tile | None,
     ) -> jax.Array:
-        member = membership(lhs, group_sizes).T[:, :, None]
+        member = membership(lhs.shape[0], group_sizes, alignment).T[:, :, None]
         mine = [jnp.where(member, x[None], jnp.zeros((), x.dtype)) for x in (cotangent(dout, out, lhs.dtype), lhs)]
         return _einsum("gmn,gmk->gnk", *mine).astype(out_dtype)
 
@@ -74,11 +79,30 @@ def cotangent(dout: jax.Array, out: jax.Array | None, dtype: DTypeLike) -> jax.A
     return dout.astype(dtype)
 
 
-def membership(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def group_bounds(group_sizes: jax.Array, alignment: int, m: int) -> tuple[jax.Array, jax.Array]:
+    """First row of each group and the row after its last, in a layout of m rows that cuts off what it cannot hold.
+
+    Args:
+      group_sizes: [G] int32, each from 0 to m.
+      alignment: each group begins at the first multiple of it that the groups before leave free.
+
+    Returns:
+      Two [G] int32 arrays, at most m.
+    """
+    alignment = min(alignment, max(m, 1))  # a larger one, too, leaves room for one group only
+    sizes = group_sizes.astype(jnp.uint32)
+    padded = (sizes + (alignment - 1)) // alignment * alignment
+    # The sum may wrap, but not before it has passed m, as m plus one group still fits 32 bits; cummax remembers that.
+    free = lax.cummax(jnp.minimum(jnp.cumsum(padded, dtype=jnp.uint32), m)).astype(jnp.int32)
+    starts = jnp.concatenate([jnp.zeros_like(free, shape=(1,)), free])[:-1]
+    return starts, starts + jnp.minimum(group_sizes, m - starts)
+
+
+def membership(m: int, group_sizes: jax.Array, alignment: int) -> jax.Array:
     """[M, G] bool: row i lies in group g."""
-    ends = jnp.cumsum(group_sizes)
-    row = lax.iota(jnp.int32, rows.shape[0])[:, None]
-    return (row >= (ends - group_sizes)[None]) & (row < ends[None])
+    starts, ends = group_bounds(group_sizes, alignment, m)
+    row = lax.iota(jnp.int32, m)[:, None]
+    return (row >= starts[None]) & (row < ends[None])
 
 
 def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:

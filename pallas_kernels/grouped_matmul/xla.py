@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.grouped_matmul.reference import activate, cotangent
+from pallas_kernels.grouped_matmul.reference import activate, cotangent, group_bounds
 from pallas_kernels.grouped_matmul.tile import Tile, default_tile
 from pallas_kernels.implementation import Facts
 
@@ -34,6 +34,7 @@ class Xla:
         rhs: jax.Array,
         group_sizes: jax.Array,
         *,
+        alignment: int,
         activation: str | None,
         out_dtype: DTypeLike,
         tile: Tile | None,
@@ -46,7 +47,7 @@ class Xla:
         def finish(acc: jax.Array) -> jax.Array:
             return activate(acc, activation)
 
-        return _rows_times_matrices(read, lhs.dtype, rhs, 1, group_sizes, finish, result, tile)
+        return _rows_times_matrices(read, lhs.dtype, rhs, 1, group_sizes, alignment, finish, result, tile)
 
     def dlhs(
         self,
@@ -55,6 +56,7 @@ class Xla:
         rhs: jax.Array,
         group_sizes: jax.Array,
         *,
+        alignment: int,
         out_dtype: DTypeLike,
         tile: Tile | None,
     ) -> jax.Array:
@@ -64,7 +66,7 @@ class Xla:
             corner, shape = (start, 0), (rows, dout.shape[1])
             return cotangent(_cut(dout, corner, shape), None if out is None else _cut(out, corner, shape), out_dtype)
 
-        return _rows_times_matrices(read, out_dtype, rhs, 2, group_sizes, lambda acc: acc, result, tile)
+        return _rows_times_matrices(read, out_dtype, rhs, 2, group_sizes, alignment, lambda acc: acc, result, tile)
 
     def drhs(
         self,
@@ -73,6 +75,7 @@ class Xla:
         lhs: jax.Array,
         group_sizes: jax.Array,
         *,
+        alignment: int,
         out_dtype: DTypeLike,
         tile: Tile | None,
     ) -> jax.Array:
@@ -83,7 +86,7 @@ class Xla:
         # 8 bytes: the float32 sum and the product that is added to it.
         tile = (tile or default_tile(rows=m, groups=groups, column_bytes=8 * k)).within(m, n)
         rows, columns = tile.rows, tile.columns
-        tiles = _tiles(group_sizes, m, rows)
+        tiles = _tiles(group_sizes, alignment, m, rows)
 
         def one_block(block: jax.Array, result: jax.Array) -> jax.Array:
             column = jnp.minimum(block * columns, n - columns)
@@ -110,6 +113,7 @@ def _rows_times_matrices(
     rhs: jax.Array,
     out_axis: int,
     group_sizes: jax.Array,
+    alignment: int,
     finish: Callable[[jax.Array], jax.Array],
     result: jax.Array,
     tile: Tile | None,
@@ -128,7 +132,7 @@ def _rows_times_matrices(
     column_bytes = depth * max(jnp.dtype(dtype).itemsize, rhs.dtype.itemsize)
     tile = (tile or default_tile(rows=m, groups=groups, column_bytes=column_bytes)).within(m, n)
     rows, columns = tile.rows, tile.columns
-    tiles = _tiles(group_sizes, m, rows)
+    tiles = _tiles(group_sizes, alignment, m, rows)
 
     def one_tile(index: jax.Array, result: jax.Array) -> jax.Array:
         group, start, mine = tiles.take(index)
@@ -171,15 +175,15 @@ class _Tiles:
         return self.group[index], start, (at >= self.row[index]) & (at < self.end[index])
 
 
-def _tiles(group_sizes: jax.Array, m: int, rows: int) -> _Tiles:
-    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-    per_group = -(-group_sizes // rows)
+def _tiles(group_sizes: jax.Array, alignment: int, m: int, rows: int) -> _Tiles:
+    starts, ends = group_bounds(group_sizes, alignment, m)
+    per_group = -(-(ends - starts) // rows)
     tile_ends = jnp.cumsum(per_group, dtype=jnp.int32)
     index = lax.iota(jnp.int32, -(-m // rows) + min(m, group_sizes.shape[0]))
     group = jnp.searchsorted(tile_ends, index, side="right", method="compare_all").astype(jnp.int32)
     group = jnp.minimum(group, group_sizes.shape[0] - 1)
     nth = index - (tile_ends - per_group)[group]
-    row = (ends - group_sizes)[group] + nth * rows
+    row = starts[group] + nth * rows
     start = jnp.minimum(row, m - rows)  # a tile that would hang over the last row begins earlier
     return _Tiles(tile_ends[-1], group, row, ends[group], start, nth == 0, lax.iota(jnp.int32, rows))
 

@@ -7,19 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bounds import bound
-from kernels.grouped_matmul_contract import UNEVEN, GroupedMatmulContract, assert_within, operands, oracle
+from kernels.grouped_matmul_contract import UNEVEN, MixedDtypesContract, assert_within, operands
 
 from pallas_kernels.grouped_matmul import Tile, grouped_matmul
 
 
-class TestXla(GroupedMatmulContract):
+class TestXla(MixedDtypesContract):
     implementation = "xla"
 
     @pytest.mark.parametrize("rows, columns", [(1, 1), (4, 7), (8, 24), (37, 5), (1000, 1000)])
     def test_every_tile_gives_the_same_product_and_gradient(self, rows, columns):
         lhs, rhs = operands(37, 24, 40, 4, jnp.float32)
         tile, sizes = Tile(rows=rows, columns=columns), jnp.array(UNEVEN)
-        want, size = oracle(lhs, rhs, UNEVEN)
+        want, size = self.oracle(lhs, rhs, UNEVEN)
         assert_within(self.gmm(lhs, rhs, sizes, tile=tile), want, bound(jnp.float32, 40, size))
         dout = jnp.ones((37, 24))
         got, plain = self.gradients(lhs, rhs, sizes, dout, tile=tile), self.gradients(lhs, rhs, sizes, dout)
@@ -29,7 +29,7 @@ class TestXla(GroupedMatmulContract):
     def test_many_more_rows_than_a_tile_in_one_group(self):
         lhs, rhs = operands(700, 24, 40, 3, jnp.float32)
         for sizes in ((0, 700, 0), (1, 698, 1), (650, 0, 0)):
-            want, size = oracle(lhs, rhs, sizes)
+            want, size = self.oracle(lhs, rhs, sizes)
             run = jax.jit(functools.partial(self.gmm, tile=Tile(rows=64, columns=16)))
             assert_within(run(lhs, rhs, jnp.array(sizes)), want, bound(jnp.float32, 40, size))
 
@@ -37,7 +37,7 @@ class TestXla(GroupedMatmulContract):
         lhs, rhs = operands(5, 6, 7, 200, jnp.float32)
         sizes = np.zeros(200, np.int32)
         sizes[[0, 17, 150, 199]] = 1, 2, 1, 1
-        want, size = oracle(lhs, rhs, sizes)
+        want, size = self.oracle(lhs, rhs, sizes)
         assert_within(self.gmm(lhs, rhs, jnp.asarray(sizes)), want, bound(jnp.float32, 7, size))
 
 
@@ -61,6 +61,10 @@ def test_a_tile_must_be_positive(bad):
         ({"rhs": jnp.ones((2, 3, 5), jnp.float8_e4m3fn)}, "rhs is float8_e4m3fn; wanted one of"),
         ({"out_dtype": jnp.int8}, "out_dtype is int8; wanted one of"),
         ({"activation": "gelu"}, "activation is 'gelu'; wanted one of"),
+        ({"group_alignment": 0}, "group_alignment is 0; wanted a positive integer"),
+        ({"group_alignment": -8}, "group_alignment is -8; wanted a positive integer"),
+        ({"group_alignment": True}, "group_alignment is True; wanted a positive integer"),
+        ({"group_alignment": 8.0}, "group_alignment is 8.0; wanted a positive integer"),
         ({"implementation": "mosaic"}, r"implementation is 'mosaic'; grouped_matmul has \['xla', 'reference'\]"),
     ],
 )
