@@ -33,3 +33,55 @@ class Tile:
 def default_tile(*, rows: int, groups: int, column_bytes: int) -> Tile:
     """Rows just above the mean group's, 16 to 128; as many columns, of `column_bytes` each, as fill a block."""
     return Tile(rows=min(max(1 << (rows // groups).bit_length(), 16), 128), columns=max(BLOCK_BYTES // column_bytes, 1))
+
+
+COLUMNS = 128  # of an output tile of the Hopper kernel
+SHARED_MEMORY = 232448 - 4096  # bytes that a block may have, less the barriers and the compiler's scratch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TileConfig:
+    """How the Hopper kernel cuts its work: an output tile is 128 columns times one of `heights` rows.
+
+    Attributes:
+      heights: ascending multiples of 8 * cluster up to 192; the kernel is compiled for each, and a piece of a group
+        takes the smallest that holds it.
+      stages: slots of the ring that is kept full of operands.
+      depth: how much of K a slot holds, 64 or 128.
+      cluster: blocks that share a piece's rows, each with its own columns: 1 or 2.
+
+    Raises:
+      ValueError: on values that are no such thing, or that do not fit into shared memory.
+    """
+
+    heights: tuple[int, ...]
+    stages: int
+    depth: int = 64
+    cluster: int = 1
+
+    def __post_init__(self) -> None:
+        for name, wanted in (("stages", range(2, 33)), ("depth", (64, 128)), ("cluster", (1, 2))):
+            value = getattr(self, name)
+            if isinstance(value, bool) or value not in wanted:
+                raise ValueError(f"TileConfig.{name} is {value!r}; wanted one of {list(wanted)}.")
+        heights, step = self.heights, 8 * self.cluster
+        if not isinstance(heights, tuple) or not heights or not set(heights) <= set(range(step, 193, step)):
+            raise ValueError(f"TileConfig.heights is {heights!r}; wanted multiples of {step} up to 192, in a tuple.")
+        if list(heights) != sorted(set(heights)):
+            raise ValueError(f"TileConfig.heights is {heights!r}; wanted them ascending, each once.")
+        if self.shared_memory > SHARED_MEMORY:
+            raise ValueError(
+                f"{self!r} needs {self.shared_memory} bytes of shared memory of {SHARED_MEMORY}; "
+                "wanted fewer stages or smaller heights."
+            )
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of the ring, of the two output buffers, and of their two rows of zeros, in bfloat16."""
+        tallest = self.heights[-1]
+        return 2 * (self.stages * (COLUMNS + tallest) * self.depth + 2 * tallest * 64 + 2 * COLUMNS)
+
+    @property
+    def label(self) -> str:
+        """Short text for the kernel's name."""
+        return f"{self.heights[0]}to{self.heights[-1]}by{COLUMNS}x{self.depth}_s{self.stages}c{self.cluster}"
