@@ -2,11 +2,12 @@
 
 import argparse
 import importlib.metadata
+import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import nemotron_moe as nm
 from nemotron_moe.description import not_found, preset
@@ -24,8 +25,9 @@ examples:
   nemotron-moe info ~/Nemotron-3-Nano --layer 3 --files
                                                      the shards that this layer needs
   nemotron-moe check ~/Nemotron-3-Nano --layer 3     load that layer, run it, prove it right
+  nemotron-moe bench --models nano --tokens 512      how fast is it on this GPU, beside others and beside the chip
 
-exit status: 0 all is well, 1 the demo or the check did not pass, 2 an error, told in one line.
+exit status: 0 all is well, 1 the demo, the check or the benchmark did not pass, 2 an error, told in one line.
 """
 _INFO = """\
 Without an argument it lists the released models. With one it says what the MoE layers hold and cost, from the
@@ -34,6 +36,11 @@ configuration alone: nothing is loaded, and no weights need be there.
 _CHECK = """\
 Loads one layer, runs it jit-compiled on random tokens, and compares every stage with the same layer in float64 NumPy,
 which takes seconds to minutes for a layer of a real model. Only the shards that hold the layer need be present.
+"""
+_BENCH = """\
+Device time of the layer's parts on an NVIDIA GPU (elsewhere the time that passes), beside the floor that the chip's
+memory and dense products set, and beside torch, Hugging Face and XLA where they are there; all results are checked.
+Random weights and tokens. It takes some 6 minutes on an H200; every choice below makes it shorter or longer.
 """
 
 
@@ -114,7 +121,30 @@ def _parser() -> argparse.ArgumentParser:
         help="of the activations (default: float32)",
     )
     check.set_defaults(run=_check)
+    _add_bench(commands, common)
     return parser
+
+
+def _add_bench(commands: Any, common: argparse.ArgumentParser) -> None:
+    bench = commands.add_parser(
+        "bench", parents=[common], help="time the layer's parts on a GPU, beside rivals", description=_BENCH
+    )
+    some: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
+    bench.add_argument("--models", **some, default=["nano", "super"], help="of nano super ultra (default: nano super)")
+    bench.add_argument("--tokens", nargs="+", type=int, metavar="T", help="(default: 128 512 2048 8192)")
+    bench.add_argument("--parts", **some, help="of up down plan routed block (default: all)")
+    bench.add_argument("--routings", **some, help="of uniform zipf one (default: uniform)")
+    bench.add_argument("--passes", **some, help="of cool hot (default: both)")
+    bench.add_argument(
+        "--implementations",
+        **some,
+        help="of auto torch_grouped_mm huggingface tokamax xla; auto is what the layer picks (default: all, xla with "
+        "512 and 8192 tokens only, huggingface with 8192 only)",
+    )
+    bench.add_argument("--rounds", type=int, metavar="N", help="of each hot pass (default: 2)")
+    bench.add_argument("--output", metavar="FILE", help="append the results to it, one JSON object a line")
+    bench.add_argument("--commit", metavar="TEXT", help="the source's, where git cannot tell")
+    bench.set_defaults(run=_bench)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -158,6 +188,29 @@ def _check(options: argparse.Namespace) -> int:
         output.check_report(options.path, options.layer, options.dtype, config, weights, report), as_json=options.json
     )
     return EXIT_OK if report.passed else EXIT_FAILED
+
+
+def _bench(options: argparse.Namespace) -> int:
+    # torch needs some of the memory. This is read when jax's backend starts, and changes no result.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    from nemotron_moe import bench
+    from nemotron_moe import cli_output as output
+
+    known = {"nano": nm.presets.NANO, "super": nm.presets.SUPER, "ultra": nm.presets.ULTRA}
+    if unknown := sorted(set(options.models) - set(known)):
+        raise ValueError(f"models has {unknown}; wanted some of {list(known)}.")
+    names = ("tokens", "parts", "routings", "passes", "implementations", "rounds", "commit")
+    asked = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    models = {name: known[name] for name in options.models}
+    chosen = bench.Options(models=models, say=lambda line: print(line, file=sys.stderr, flush=True), **asked)
+    rows = []
+    with open(options.output or os.devnull, "a") as file:
+        for row in bench.run(chosen):
+            print(json.dumps(row, allow_nan=False), file=file, flush=True)
+            rows.append(row)
+    passed = bench.passed(rows)
+    output.show(output.bench_report(rows, passed), as_json=options.json)
+    return EXIT_OK if passed else EXIT_FAILED
 
 
 def _moe_layers(model: str) -> MoELayers:

@@ -149,6 +149,31 @@ def check_report(
     return Output(data, parts)
 
 
+def bench_report(rows: Sequence[Mapping[str, Any]], passed: bool) -> Output:
+    """What the benchmark found: a table for each routing and pass, and why rows are missing."""
+    first = rows[0] if rows else {}
+    parts: list[Any] = [f"device: {first.get('device')}, driver {first.get('driver')}, jax {first.get('jax')}"]
+    for routing, which in dict.fromkeys((row["routing"], row["pass"]) for row in rows):
+        table = _table("model", "tokens", "part", "by", "us", "TFLOP/s", "TB/s", "floor", "share", "error")
+        for row in rows:
+            if (row["routing"], row["pass"]) == (routing, which) and row["us"] is not None:
+                shares = [_number(row[name], digits) for name, digits in _BENCH_DIGITS.items()]
+                error = "-" if row["rel_error"] is None else f"{row['rel_error']:.0e}"
+                table.add_row(row["model"], str(row["tokens"]), row["part"], row["implementation"], *shares, error)
+        parts += [_heading(f"Routing {routing}, {which} pass"), table]
+    reasons = dict.fromkeys(
+        f"{row['implementation']} {row['part']}: {row['status']}: {row['reason']}" for row in rows if "status" in row
+    )
+    return Output({"passed": passed, "rows": rows}, [*parts, "", *reasons, "", _verdict(passed)])
+
+
+_BENCH_DIGITS = {"us": 1, "tflops": 0, "tbps": 2, "ceiling": 1, "share": 2}
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
 def _title(name: int | str, path: str | os.PathLike[str], device: str) -> list[Any]:
     return [f"MoE layer {name} of the checkpoint", os.fspath(path), f"device: {device}"]
 

@@ -19,7 +19,7 @@ MAY_NAME_CHECKPOINTS = {"nemotron_moe/__init__.py", "nemotron_moe/cli.py", "nemo
 # Where the layer computes with kernels; the other asks which of them would run.
 MAY_NAME_KERNELS = {"nemotron_moe/experts.py", "nemotron_moe/explanation.py"}
 # Benchmarks may use everything that they measure.
-BENCHMARKS = {"checkpoints/bench.py", "nemotron_moe/bench.py"}
+BENCHMARKS = {name for name in FILES if Path(name).name.startswith("bench")}
 MAX_LINES = 400
 HEAVY = ("flax", "orbax", "tensorstore", "matplotlib", "jax.experimental.pallas")
 

@@ -223,10 +223,10 @@ def test_help_teaches_with_commands_that_exist(run):
     status, out, _ = run("--help")
     assert status == 0
     examples = [line.split("   ")[0] for line in out.splitlines() if line.startswith("  nemotron-moe ")]
-    assert {shlex.split(example)[1] for example in examples} == {"demo", "info", "check"}
+    assert {shlex.split(example)[1] for example in examples} == {"demo", "info", "check", "bench"}
     for example in examples:
         assert callable(cli._parser().parse_args(shlex.split(example)[1:]).run)
-    for command in ("demo", "info", "check"):
+    for command in ("demo", "info", "check", "bench"):
         assert run(command, "--help")[0] == 0
 
 
