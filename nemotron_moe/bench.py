@@ -8,6 +8,8 @@ after seconds of dense products, because a chip that is hot runs slower. Results
 
 import dataclasses
 import datetime
+import functools
+import itertools
 import math
 import os
 import time
@@ -124,13 +126,13 @@ def run(options: Options) -> Iterator[Row]:
         machine = Machine(read_bytes=options.read_bytes, heat=options.heat, pause=options.pause)
         common = _common(options)
         for model, config in options.models.items():
-            weights = random_layer(config)
+            weights = functools.cache(functools.partial(random_layer, config))
             for tokens in options.tokens:
                 for routing in options.routings:
                     where = {"model": model, "tokens": tokens, "routing": routing}
-                    for row in _cell(options, machine, programs, weights, config, where):
+                    for row in _cell_or_failure(options, machine, programs, weights, config, where):
                         yield {name: (common | row).get(name) for name in KEYS} | row
-            del weights
+            weights.cache_clear()  # The next model needs the memory.
     finally:
         programs.close()
 
@@ -153,12 +155,26 @@ def _shapes(options: Options, config: MoEConfig, tokens: int) -> list[Shape]:
     return list({shape.name: shape for shape in reversed(shapes)}.values())[::-1]
 
 
+def _cell_or_failure(options: Options, *arguments: Any) -> Iterator[Row]:
+    try:
+        yield from _cell(options, *arguments)
+    except Exception as error:  # Such as too little memory for the data.
+        for part, which in itertools.product(options.parts, options.passes):
+            row = {"part": part, "format": "bf16", "pass": which, "implementation": AUTO}
+            yield arguments[-1] | row | _reason(error)
+
+
 def _cell(
-    options: Options, machine: Machine, programs: Programs, weights: MoEWeights, config: MoEConfig, where: Row
+    options: Options,
+    machine: Machine,
+    programs: Programs,
+    weights: Callable[[], MoEWeights],
+    config: MoEConfig,
+    where: Row,
 ) -> Iterator[Row]:
     start = time.perf_counter()
     tokens = where["tokens"]
-    cell = Cell(config=config, **where, draws=options.draws, weights=weights, programs=programs)
+    cell = Cell(config=config, **where, draws=options.draws, weights=weights(), programs=programs)
     shapes, ceilings = _shapes(options, config, tokens), Ceilings(machine, cell)
     for part in options.parts:
         found: dict[str, Candidate | Row] = {shape.name: _candidate(cell.ours, part, shape) for shape in shapes}

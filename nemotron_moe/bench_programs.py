@@ -145,10 +145,13 @@ def add_checks(programs: Programs, model: str, shape: Shape, parts: Collection[s
     """Begins to compile the checks and the data of these parts, for rows as `shape` has them and rows without gaps."""
     config, tokens = shape.config, shape.tokens
     work = [product for part in parts for product in products(part, config, tokens, 1)]
-    tokens_alone = [((tokens, width), False) for width in (config.expert_width, config.hidden_size)]
-    squared = {"up": False, "down": True}
-    padded = [((shape.rows, shape.product_arguments(part, 0)[0].shape[1]), squared[part]) for part in squared]
-    programs.add_data(work, [*tokens_alone, *padded])
+    inputs = {
+        "up": ((shape.rows, config.expert_width), False),
+        "down": ((shape.rows, config.moe_intermediate_size), True),
+        "routed": ((tokens, config.expert_width), False),
+        "block": ((tokens, config.hidden_size), False),
+    }
+    programs.add_data(work, [inputs[part] for part in parts if part in inputs])
     ids, slots, x, h, weights = _inputs(config, tokens)
     for part in ACTIVATION.keys() & set(parts):
         fun = functools.partial(check.product_error, activation=ACTIVATION[part])

@@ -150,11 +150,14 @@ def check_report(
 
 
 def bench_report(rows: Sequence[Mapping[str, Any]], passed: bool) -> Output:
-    """What the benchmark found: a table for each routing and pass, and why rows are missing."""
+    """What the benchmark found: a table for each routing and pass, and why rows are missing.
+
+    "share" is the floor's of the time.
+    """
     first = rows[0] if rows else {}
     parts: list[Any] = [f"device: {first.get('device')}, driver {first.get('driver')}, jax {first.get('jax')}"]
     for routing, which in dict.fromkeys((row["routing"], row["pass"]) for row in rows):
-        table = _table("model", "tokens", "part", "by", "us", "TFLOP/s", "TB/s", "floor", "share", "error")
+        table = _table("model", "tokens", "part", "by", "us", "TFLOP/s", "TB/s", "share", "error")
         for row in rows:
             if (row["routing"], row["pass"]) == (routing, which) and row["us"] is not None:
                 shares = [_number(row[name], digits) for name, digits in _BENCH_DIGITS.items()]
@@ -167,7 +170,7 @@ def bench_report(rows: Sequence[Mapping[str, Any]], passed: bool) -> Output:
     return Output({"passed": passed, "rows": rows}, [*parts, "", *reasons, "", _verdict(passed)])
 
 
-_BENCH_DIGITS = {"us": 1, "tflops": 0, "tbps": 2, "ceiling": 1, "share": 2}
+_BENCH_DIGITS = {"us": 1, "tflops": 0, "tbps": 2, "share": 2}
 
 
 def _number(value: float | None, digits: int) -> str:
