@@ -176,13 +176,15 @@ def _cell(
     tokens = where["tokens"]
     cell = Cell(config=config, **where, draws=options.draws, weights=weights(), programs=programs)
     shapes, ceilings = _shapes(options, config, tokens), Ceilings(machine, cell)
+    found: dict[str, dict[str, Candidate | Row]] = {}
     for part in options.parts:
-        found: dict[str, Candidate | Row] = {shape.name: _candidate(cell.ours, part, shape) for shape in shapes}
+        found[part] = {shape.name: _candidate(cell.ours, part, shape) for shape in shapes}
         for name, parts in RIVALS.items():
             if part in parts and options.usual(name, tokens):
-                found[name] = _candidate(rival, name, part, cell)
-        for which in options.passes:
-            rows = [where | row for row in _part(options, ceilings, part, which, found)]
+                found[part][name] = _candidate(rival, name, part, cell)
+    for which in options.passes:
+        for part in options.parts:
+            rows = [where | row for row in _part(options, ceilings, part, which, found[part])]
             yield from rows
             options.say(_line(where, which, part, rows))
     options.say(f"{_words(where)}: {time.perf_counter() - start:.0f} s")
