@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from nemotron_moe.kernels import row_alignment, scatter_rows
 from nemotron_moe.validate import check_float32, check_ids, check_shape
 
 # The combine is unrolled up to this many experts per token, so that XLA makes one kernel of it.
@@ -19,43 +20,75 @@ _UNROLL = 32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The (token, slot) pairs sorted by expert. M = T * K rows.
+    """The (token, slot) pairs sorted by expert, in M rows: T * K and what the alignment adds.
 
     Attributes:
       group_sizes: [E] int32, rows of each expert.
-      slot_of_row: [M] int32, the row's place in the flattened [T, K]. Rows after the last group belong to no expert.
-      row_of_slot: [T, K] int32, the inverse.
+      slot_of_row: [M] int32, the row's place in the flattened [T, K], or T * K for a row that no slot has.
+      row_of_slot: [T, K] int32, the inverse. Slots without an expert have rows after the last group.
+      alignment: each expert's rows begin at the first multiple of it that the experts before leave free.
     """
 
     group_sizes: jax.Array
     slot_of_row: jax.Array
     row_of_slot: jax.Array
+    alignment: int = dataclasses.field(default=1, metadata={"static": True})
 
     def token_of_row(self) -> jax.Array:
-        """[M] int32."""
+        """[M] int32, T for a row that no slot has."""
         return self.slot_of_row // max(self.row_of_slot.shape[1], 1)
 
     def is_routed(self) -> jax.Array:
         """[T, K] bool: the slot has an expert."""
-        return self.row_of_slot < self.group_sizes.sum(dtype=jnp.int32)
+        return self.row_of_slot < _round_up(self.group_sizes, self.alignment).sum(dtype=jnp.int32)
 
 
-def make_plan(ids: jax.Array, n_experts: int) -> Plan:
+def make_plan(ids: jax.Array, n_experts: int, *, alignment: int | None = None) -> Plan:
     """Sorts the slots of `ids` [T, K] by expert, tokens in order within one; ids outside [0, n_experts) go last.
 
+    Args:
+      ids: [T, K] integers.
+      n_experts: E.
+      alignment: of each expert's first row; None means what this machine's kernels want.
+
     Raises:
-      ValueError: if `ids` is not a matrix of integers.
+      ValueError: if `ids` is not a matrix of integers, or `alignment` not a positive integer.
     """
     if jnp.ndim(ids) != 2:
         raise ValueError(f"ids has shape {jnp.shape(ids)}; wanted [tokens, experts per token].")
     check_ids("ids", ids, ids.shape)
+    alignment = row_alignment() if alignment is None else alignment
+    if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"alignment is {alignment!r}; wanted a positive integer, such as 1 or 8.")
     tokens, slots = ids.shape
     expert = known_ids(ids, n_experts).reshape(-1)
-    slot_of_row = jnp.argsort(expert, stable=True).astype(jnp.int32)
-    starts = jnp.searchsorted(expert[slot_of_row], jnp.arange(n_experts + 1, dtype=jnp.int32)).astype(jnp.int32)
-    rows = jnp.arange(tokens * slots, dtype=jnp.int32)
-    row_of_slot = jnp.zeros_like(rows).at[slot_of_row].set(rows, unique_indices=True, mode="promise_in_bounds")
-    return Plan(group_sizes=jnp.diff(starts), slot_of_row=slot_of_row, row_of_slot=row_of_slot.reshape(tokens, slots))
+    slot_of_rank = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    expert = expert[slot_of_rank]
+    starts = jnp.searchsorted(expert, jnp.arange(n_experts + 1, dtype=jnp.int32)).astype(jnp.int32)
+    sizes = jnp.diff(starts)
+    row = jnp.arange(tokens * slots, dtype=jnp.int32)
+    slot_of_row = slot_of_rank
+    if alignment > 1:
+        gaps = jnp.cumsum(_round_up(sizes, alignment) - sizes, dtype=jnp.int32)
+        row = row + jnp.append(jnp.zeros_like(gaps, shape=(1,)), gaps)[expert]
+        # A group is short of the next multiple by `alignment` - 1 at most.
+        rows = _round_up(tokens * slots + (alignment - 1) * min(n_experts, tokens * slots), alignment)
+        slot_of_row = _put(jnp.full(rows, tokens * slots, jnp.int32), row, slot_of_rank)
+    row_of_slot = _put(jnp.zeros_like(slot_of_rank), slot_of_rank, row)
+    return Plan(
+        group_sizes=sizes,
+        slot_of_row=slot_of_row,
+        row_of_slot=row_of_slot.reshape(tokens, slots),
+        alignment=alignment,
+    )
+
+
+def _put(array: jax.Array, at: jax.Array, values: jax.Array) -> jax.Array:
+    return array.at[at].set(values, unique_indices=True, mode="promise_in_bounds")
+
+
+def _round_up[Size: (int, jax.Array)](size: Size, multiple: int) -> Size:
+    return -(-size // multiple) * multiple
 
 
 def known_ids(ids: jax.Array, n_experts: int) -> jax.Array:
@@ -66,14 +99,16 @@ def known_ids(ids: jax.Array, n_experts: int) -> jax.Array:
     return jnp.where((ids >= 0) & (ids < n_experts), ids, n_experts)
 
 
-def gather_rows(x: jax.Array, plan: Plan) -> jax.Array:
+def gather_rows(x: jax.Array, plan: Plan, *, implementation: str | None = None) -> jax.Array:
     """Each token's row once for each of its slots, in the plan's order: [T, D] -> [M, D].
+
+    Rows that no slot has hold anything.
 
     Raises:
       ValueError: if x does not have the plan's tokens.
     """
     check_shape("x", x, (plan.row_of_slot.shape[0], *jnp.shape(x)[1:2]))
-    return _gather_rows(jnp.asarray(x), plan)
+    return _gather_rows(jnp.asarray(x), plan, implementation)
 
 
 def combine(y: jax.Array, weights: jax.Array, plan: Plan) -> jax.Array:
@@ -89,9 +124,9 @@ def combine(y: jax.Array, weights: jax.Array, plan: Plan) -> jax.Array:
     return _combine(jnp.asarray(y), jnp.asarray(weights), plan)
 
 
-@jax.custom_vjp
-def _gather_rows(x: jax.Array, plan: Plan) -> jax.Array:
-    return x.at[plan.token_of_row()].get(mode="promise_in_bounds")
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _gather_rows(x: jax.Array, plan: Plan, implementation: str | None) -> jax.Array:
+    return scatter_rows(x, plan.row_of_slot, plan.slot_of_row.shape[0], implementation=implementation)
 
 
 @jax.custom_vjp
@@ -116,11 +151,11 @@ def _sum_slots(y: jax.Array, weights: jax.Array | None, plan: Plan) -> jax.Array
     return lax.fori_loop(1, slots, lambda slot, total: total + one(slot), one(0), unroll=unroll)
 
 
-def _gather_rows_forward(x: jax.Array, plan: Plan) -> tuple[jax.Array, Plan]:
-    return _gather_rows(x, plan), plan
+def _gather_rows_forward(x: jax.Array, plan: Plan, implementation: str | None) -> tuple[jax.Array, Plan]:
+    return _gather_rows(x, plan, implementation), plan
 
 
-def _gather_rows_backward(plan: Plan, d_rows: jax.Array) -> tuple[jax.Array, None]:
+def _gather_rows_backward(implementation: str | None, plan: Plan, d_rows: jax.Array) -> tuple[jax.Array, None]:
     return _sum_slots(d_rows, None, plan).astype(d_rows.dtype), None
 
 
@@ -132,8 +167,9 @@ def _combine_backward(residuals: tuple, d_out: jax.Array) -> tuple[jax.Array, ja
     y, weights, plan = residuals
     routed = plan.is_routed()
     d_out = d_out.astype(jnp.float32)
-    weight_of_row = jnp.where(routed, weights, 0.0).reshape(-1).at[plan.slot_of_row].get(mode="promise_in_bounds")
-    d_y = weight_of_row[:, None] * d_out.at[plan.token_of_row()].get(mode="promise_in_bounds")
+    # Rows that no slot has are out of range.
+    weight_of_row = jnp.where(routed, weights, 0.0).reshape(-1).at[plan.slot_of_row].get(mode="fill", fill_value=0.0)
+    d_y = weight_of_row[:, None] * d_out.at[plan.token_of_row()].get(mode="fill", fill_value=0.0)
     rows = y.at[plan.row_of_slot].get(mode="promise_in_bounds").astype(jnp.float32)
     d_weights = jnp.where(routed, (d_out[:, None, :] * rows).sum(-1), 0.0)
     return d_y.astype(y.dtype), d_weights, None

@@ -1,11 +1,13 @@
 """The routed experts: tokens to experts, up, relu^2, down, and back."""
 
+import functools
+
 import jax
 
 from nemotron_moe.dense import squares_dtype
 from nemotron_moe.dispatch import Plan, combine, gather_rows
+from nemotron_moe.kernels import grouped_matmul, steps_around
 from nemotron_moe.validate import check_activations, check_shape
-from pallas_kernels.grouped_matmul import grouped_matmul
 
 
 def routed_experts(
@@ -37,17 +39,13 @@ def routed_experts(
     check_shape("up_proj", up_proj, (plan.group_sizes.shape[0], *up_proj.shape[1:]))
     check_shape("down_proj", down_proj, (up_proj.shape[0], up_proj.shape[2], up_proj.shape[1]))
     with jax.named_scope("dispatch"):
-        rows = gather_rows(x, plan)
+        rows = gather_rows(x, plan, implementation=steps_around(implementation))
+    multiply = functools.partial(
+        grouped_matmul, group_sizes=plan.group_sizes, group_alignment=plan.alignment, implementation=implementation
+    )
     with jax.named_scope("experts_up"):
-        inner = grouped_matmul(
-            rows,
-            up_proj,
-            plan.group_sizes,
-            activation="relu2",
-            out_dtype=squares_dtype(x.dtype),
-            implementation=implementation,
-        )
+        inner = multiply(rows, up_proj, activation="relu2", out_dtype=squares_dtype(x.dtype))
     with jax.named_scope("experts_down"):
-        out = grouped_matmul(inner, down_proj, plan.group_sizes, out_dtype=x.dtype, implementation=implementation)
+        out = multiply(inner, down_proj, out_dtype=x.dtype)
     with jax.named_scope("combine"):
         return combine(out, weights, plan)

@@ -1,6 +1,7 @@
 """Which implementation each step of the layer would run, and why."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,12 @@ from jax.typing import DTypeLike
 
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.dense import squares_dtype
+from nemotron_moe.dispatch import make_plan
+from nemotron_moe.kernels import steps_around
 from nemotron_moe.validate import check_dtype, check_weights
 from nemotron_moe.weights import MoEWeights, abstract_weights
-from pallas_kernels.grouped_matmul import choose
-from pallas_kernels.implementation import target
+from pallas_kernels import grouped_matmul, scatter_rows, top_k
+from pallas_kernels.implementation import Choice, target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,12 +23,14 @@ class Step:
 
     Attributes:
       name: the step, as in the layer's named scopes.
-      shapes: what it multiplies.
+      operation: what it computes with. A kernel of ours bears this name, with its sizes, in a compiled program.
+      shapes: of its operands.
       implementation: what runs it.
       reasons: why each implementation that was preferred to it does not, by name.
     """
 
     name: str
+    operation: str
     shapes: str
     implementation: str
     reasons: dict[str, str]
@@ -41,8 +46,8 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"on {self.device}"]
         for step in self.steps:
-            lines.append(f"  {step.name:16} {step.implementation:10} {step.shapes}")
-            lines += [f"  {'':16} not {name}: {reason}" for name, reason in step.reasons.items()]
+            lines.append(f"  {step.name:14}{step.operation:16}{step.implementation:10} {step.shapes}")
+            lines += [f"  {'':14}not {name}: {reason}" for name, reason in step.reasons.items()]
         return "\n".join(lines)
 
 
@@ -71,20 +76,38 @@ def explain(
         raise ValueError(f"tokens is {tokens!r}; wanted a number of tokens, 0 or more.")
     weights = weights or abstract_weights(config)
     check_weights(weights, config)
-    rows = tokens * config.num_experts_per_tok
-    steps = []
+    around = steps_around(implementation)
+    scores = _like((tokens, config.n_routed_experts), jnp.float32)
+    x = _like((tokens, config.expert_width), dtype)
+    ids = _like((tokens, config.num_experts_per_tok), jnp.int32)
+    plan = jax.eval_shape(lambda ids: make_plan(ids, config.n_routed_experts), ids)
+    rows = plan.slot_of_row.shape[0]
+    steps = [
+        _step("router", "top_k", top_k.choose(scores, ids.shape[1], implementation=around), scores),
+        _step("dispatch", "scatter_rows", scatter_rows.choose(x, ids, rows, implementation=around), x, plan.row_of_slot),
+    ]
     for name, matrix, in_dtype in (
         ("experts_up", weights.experts_up_proj, dtype),
         ("experts_down", weights.experts_down_proj, squares_dtype(dtype)),
     ):
-        lhs = jax.ShapeDtypeStruct((rows, matrix.shape[2]), in_dtype)
-        choice = choose(lhs, matrix, implementation=implementation)
-        steps.append(
-            Step(
-                name=name,
-                shapes=f"{lhs.dtype}{list(lhs.shape)} x {matrix.dtype}{list(matrix.shape)}",
-                implementation=choice.implementation.name,
-                reasons=dict(choice.passed_over),
-            )
+        lhs = _like((rows, matrix.shape[2]), in_dtype)
+        out_dtype = squares_dtype(dtype) if name == "experts_up" else dtype
+        choice = grouped_matmul.choose(
+            lhs, matrix, out_dtype=out_dtype, group_alignment=plan.alignment, implementation=implementation
         )
+        steps.append(_step(name, "grouped_matmul", choice, lhs, matrix))
     return Explanation(device=target().kind, steps=tuple(steps))
+
+
+def _like(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _step(name: str, operation: str, choice: Choice[Any], *arrays: jax.ShapeDtypeStruct) -> Step:
+    return Step(
+        name=name,
+        operation=operation,
+        shapes=" x ".join(f"{array.dtype}{list(array.shape)}" for array in arrays),
+        implementation=choice.implementation.name,
+        reasons=dict(choice.passed_over),
+    )

@@ -59,7 +59,7 @@ def moe_block(
       config: the layer; static under `jax.jit`.
       parallel: None, the only value so far: the layer runs on one device.
       implementation: of the grouped products. None picks one for this platform, dtype and sizes (`explain` says which
-        and why); a name ("xla") means that one, or an error.
+        and why); a name ("xla", "mosaic") means that one, or an error. The steps around them follow, where they can.
       token_mask: [...] bool. A token that is False gives 0, whatever it holds, and counts nowhere.
       routing: experts to use instead of the router's choice, over h's leading dimensions.
       return_aux: return (output, `Aux`) instead of the output alone.
@@ -127,7 +127,15 @@ def _layer(
         with jax.named_scope("norm"):
             x = rms_norm(h, weights.norm, config.layer_norm_epsilon)
     with jax.named_scope("router"):
-        routing = route(x, weights.gate, weights.gate_bias, config, token_mask=token_mask, routing=routing)
+        routing = route(
+            x,
+            weights.gate,
+            weights.gate_bias,
+            config,
+            token_mask=token_mask,
+            routing=routing,
+            implementation=implementation,
+        )
     z = x
     if config.moe_latent_size:
         with jax.named_scope("fc1_latent_proj"):

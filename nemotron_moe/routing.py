@@ -9,6 +9,7 @@ from jax import lax
 
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.dispatch import known_ids
+from nemotron_moe.kernels import steps_around, top_k
 from nemotron_moe.validate import check_activations, check_float32, check_routing, check_shape, check_token_mask
 
 
@@ -48,6 +49,7 @@ def route(
     *,
     token_mask: jax.Array | None = None,
     routing: Routing | None = None,
+    implementation: str | None = None,
 ) -> Routing:
     """Sigmoid scores, of which the top K after adding the bias are chosen; the bias never enters the weights.
 
@@ -60,6 +62,7 @@ def route(
       config: the layer.
       token_mask: [...] bool; a token that is False gets ids -1 and weights 0.
       routing: a choice to replay: its ids are taken as they are, and its weights unless they are None.
+      implementation: as in `moe_block`.
 
     Raises:
       ValueError: on shapes or dtypes that do not fit.
@@ -72,7 +75,10 @@ def route(
     logits = router_logits(x, gate)
     scores = jax.nn.sigmoid(logits)
     if routing is None:
-        ids = lax.top_k(choice_scores(scores, gate_bias, config), config.num_experts_per_tok)[1]
+        choice = choice_scores(scores, gate_bias, config)
+        ids = top_k(
+            choice.reshape(-1, choice.shape[-1]), config.num_experts_per_tok, implementation=steps_around(implementation)
+        ).reshape(*choice.shape[:-1], -1)
     else:
         ids = routing.ids
     weights = _weights(scores, ids, config) if routing is None or routing.weights is None else routing.weights

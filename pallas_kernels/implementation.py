@@ -64,7 +64,7 @@ def target() -> Target:
             cores=getattr(device, "core_count", None),
         )
     if stated.device_kind == H200.kind:
-        return H200
+        return dataclasses.replace(H200, cores=stated.num_cores)
     return Target(kind=stated.device_kind, platform=stated.platform, cores=stated.num_cores)
 
 

@@ -1,10 +1,11 @@
 """Grouped matrix multiplication: consecutive groups of rows, each times its own matrix.
 
 Seats: `api` the public function and its gradient; `reference` its meaning in plain jnp; `xla` the implementation that
-runs everywhere; `tile` the sizes of the blocks it works in.
+runs everywhere; `mosaic` the one for Hopper GPUs, with its kernel and the cutting of groups into pieces; `tile` the
+sizes of the blocks that they work in.
 """
 
-from pallas_kernels.grouped_matmul.api import IMPLEMENTATIONS, choose, grouped_matmul
-from pallas_kernels.grouped_matmul.tile import Tile
+from pallas_kernels.grouped_matmul.api import IMPLEMENTATIONS, choose, grouped_matmul, preferred_alignment
+from pallas_kernels.grouped_matmul.tile import Tile, TileConfig
 
-__all__ = ["IMPLEMENTATIONS", "Tile", "choose", "grouped_matmul"]
+__all__ = ["IMPLEMENTATIONS", "Tile", "TileConfig", "choose", "grouped_matmul", "preferred_alignment"]

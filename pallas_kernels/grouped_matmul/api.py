@@ -10,12 +10,14 @@ import numpy as np
 from jax import dtypes, lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.grouped_matmul.mosaic import Mosaic
+from pallas_kernels.grouped_matmul.pieces import ALIGNMENT
 from pallas_kernels.grouped_matmul.reference import Reference
-from pallas_kernels.grouped_matmul.tile import Tile
+from pallas_kernels.grouped_matmul.tile import Tile, TileConfig
 from pallas_kernels.grouped_matmul.xla import Xla, varying_axes
-from pallas_kernels.implementation import Choice, Facts, select, target
+from pallas_kernels.implementation import H200, Choice, Facts, select, target
 
-IMPLEMENTATIONS = (Xla(), Reference())  # in order of preference
+IMPLEMENTATIONS = (Mosaic(), Xla(), Reference())  # in order of preference
 ACTIVATIONS = (None, "relu2")
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
@@ -29,7 +31,7 @@ def grouped_matmul(
     out_dtype: DTypeLike | None = None,
     group_alignment: int = 1,
     implementation: str | None = None,
-    tile: Tile | None = None,
+    tile: Tile | TileConfig | None = None,
 ) -> jax.Array:
     """Multiplies consecutive groups of rows, each by the transpose of its own matrix.
 
@@ -51,7 +53,7 @@ def grouped_matmul(
       group_alignment: each group begins at the first multiple of it that the groups before leave free; 1 means that
         they follow each other without gaps.
       implementation: a name in `IMPLEMENTATIONS`, or None for the first one that serves these arguments.
-      tile: block sizes for "xla"; None chooses them from the shapes.
+      tile: block sizes, a Tile for "xla" or a TileConfig for "mosaic"; None chooses them from the shapes.
 
     Returns:
       [M, N] in `out_dtype`.
@@ -97,6 +99,11 @@ def choose(
     return select("grouped_matmul", IMPLEMENTATIONS, facts, implementation)
 
 
+def preferred_alignment() -> int:
+    """The `group_alignment` that lets this target's kernels serve; 1 where it has none."""
+    return ALIGNMENT if target().compute_capability == H200.compute_capability else 1
+
+
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """The static part of a call."""
@@ -105,7 +112,7 @@ class _Call:
     alignment: int
     activation: str | None
     out_dtype: np.dtype
-    tile: Tile | None
+    tile: Tile | TileConfig | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

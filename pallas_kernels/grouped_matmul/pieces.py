@@ -11,7 +11,7 @@ ALIGNMENT = 8  # rows: groups begin and pieces are cut at multiples of it
 
 # Fields of a row of the table.
 GROUP, ROW, ROWS, HEIGHT, FIRST, COUNT = range(6)
-FIELDS = 8  # a row is one sector of memory
+FIELDS = 8  # with two that are not in use, a row is one sector of memory
 
 
 @jax.tree_util.register_dataclass
@@ -38,26 +38,32 @@ def cut_groups(starts: jax.Array, ends: jax.Array, m: int, heights: Sequence[int
       m: rows in all, a multiple of ALIGNMENT.
       heights: ascending multiples of ALIGNMENT. A piece gets the smallest that holds it.
     """
-    tallest = heights[-1]
-    groups = starts.shape[0]
-    # The last "group" is the rows after all others; the gap behind a group is written with the group's own tile.
+    tallest, groups = heights[-1], starts.shape[0]
     used = jnp.max(_round_up(ends), initial=0)
-    starts, ends = jnp.append(starts, used), jnp.append(ends, jnp.int32(m))
-    rows = ends - starts
-    count = -(-rows // tallest)
-    step = _round_up(-(-rows // jnp.maximum(count, 1)))
-    step = step.at[groups].set(tallest)
+    group, start, rows, count, step = _tallest_pieces_first(starts, ends - starts, tallest)
+    # The last "group" is the rows after all others; the gap behind a group is written with the group's own tile.
+    group, start, step = jnp.append(group, groups), jnp.append(start, used), jnp.append(step, tallest)
+    rows = jnp.append(rows, m - used)
+    count = jnp.append(count, -(-(m - used) // tallest))
     after = jnp.cumsum(count, dtype=jnp.int32)
     index = lax.iota(jnp.int32, -(-m // tallest) + groups + 1)
-    group = jnp.searchsorted(after, index, side="right", method="compare_all").astype(jnp.int32)
-    group = jnp.minimum(group, groups)
-    first = (after - count)[group]
-    row = starts[group] + (index - first) * step[group]
-    here = jnp.clip(ends[group] - row, 0, step[group])
+    which = jnp.searchsorted(after, index, side="right", method="compare_all").astype(jnp.int32)
+    which = jnp.minimum(which, groups)
+    first = (after - count)[which]
+    offset = (index - first) * step[which]
+    here = jnp.clip(rows[which] - offset, 0, step[which])
     height = jnp.searchsorted(jnp.asarray(heights, jnp.int32), here, method="compare_all").astype(jnp.int32)
-    fields = jnp.stack([group, row, here, height, first, count[group]], axis=1)
-    table = jnp.pad(fields, ((0, 0), (0, FIELDS - fields.shape[1])))
-    return Pieces(table=table, counts=jnp.stack([after[groups - 1] if groups else jnp.int32(0), count[groups]]))
+    unused = jnp.zeros_like(index)
+    fields = [group[which], start[which] + offset, here, height, first, count[which], unused, unused]
+    return Pieces(table=jnp.stack(fields, axis=1), counts=jnp.stack([after[groups] - count[groups], count[groups]]))
+
+
+def _tallest_pieces_first(starts: jax.Array, rows: jax.Array, tallest: int) -> tuple[jax.Array, ...]:
+    """Group, start, rows, pieces and rows of a piece, in an order in which cores that take turns keep pace."""
+    count = -(-rows // tallest)
+    step = _round_up(-(-rows // jnp.maximum(count, 1)))
+    order = jnp.argsort(-step, stable=True).astype(jnp.int32)
+    return order, starts[order], rows[order], count[order], step[order]
 
 
 def _round_up(rows: jax.Array) -> jax.Array:

@@ -35,6 +35,7 @@ def default_tile(*, rows: int, groups: int, column_bytes: int) -> Tile:
     return Tile(rows=min(max(1 << (rows // groups).bit_length(), 16), 128), columns=max(BLOCK_BYTES // column_bytes, 1))
 
 
+HEIGHTS = frozenset(range(8, 193, 8))  # more would not leave the accumulator's registers room
 COLUMNS = 128  # of an output tile of the Hopper kernel
 SHARED_MEMORY = 232448 - 4096  # bytes that a block may have, less the barriers and the compiler's scratch
 
@@ -44,11 +45,10 @@ class TileConfig:
     """How the Hopper kernel cuts its work: an output tile is 128 columns times one of `heights` rows.
 
     Attributes:
-      heights: ascending multiples of 8 * cluster up to 192; the kernel is compiled for each, and a piece of a group
-        takes the smallest that holds it.
+      heights: ascending multiples of 8 up to 192; the kernel is compiled for each, and a piece of a group takes the
+        smallest that holds it.
       stages: slots of the ring that is kept full of operands.
       depth: how much of K a slot holds, 64 or 128.
-      cluster: blocks that share a piece's rows, each with its own columns: 1 or 2.
 
     Raises:
       ValueError: on values that are no such thing, or that do not fit into shared memory.
@@ -57,18 +57,15 @@ class TileConfig:
     heights: tuple[int, ...]
     stages: int
     depth: int = 64
-    cluster: int = 1
 
     def __post_init__(self) -> None:
-        for name, wanted in (("stages", range(2, 33)), ("depth", (64, 128)), ("cluster", (1, 2))):
+        for name, wanted in (("stages", range(2, 33)), ("depth", (64, 128))):
             value = getattr(self, name)
             if isinstance(value, bool) or value not in wanted:
                 raise ValueError(f"TileConfig.{name} is {value!r}; wanted one of {list(wanted)}.")
-        heights, step = self.heights, 8 * self.cluster
-        if not isinstance(heights, tuple) or not heights or not set(heights) <= set(range(step, 193, step)):
-            raise ValueError(f"TileConfig.heights is {heights!r}; wanted multiples of {step} up to 192, in a tuple.")
-        if list(heights) != sorted(set(heights)):
-            raise ValueError(f"TileConfig.heights is {heights!r}; wanted them ascending, each once.")
+        heights = self.heights
+        if not isinstance(heights, tuple) or not heights or list(heights) != sorted(set(heights) & HEIGHTS):
+            raise ValueError(f"TileConfig.heights is {heights!r}; wanted ascending multiples of 8, 8 to 192.")
         if self.shared_memory > SHARED_MEMORY:
             raise ValueError(
                 f"{self!r} needs {self.shared_memory} bytes of shared memory of {SHARED_MEMORY}; "
@@ -84,4 +81,16 @@ class TileConfig:
     @property
     def label(self) -> str:
         """Short text for the kernel's name."""
-        return f"{self.heights[0]}to{self.heights[-1]}by{COLUMNS}x{self.depth}_s{self.stages}c{self.cluster}"
+        return f"{self.heights[0]}to{self.heights[-1]}by{COLUMNS}x{self.depth}_s{self.stages}"
+
+
+def default_tile_config(*, rows: int, groups: int, columns: int, depth: int, contract: int) -> TileConfig:
+    """For groups of `rows / groups` rows on average; the measurements behind it are in results/h200.jsonl."""
+    mean = rows / groups
+    if mean <= 16:
+        return TileConfig(heights=(8, 16), stages=6)
+    if mean <= 48:
+        return TileConfig(heights=(8, 16, 24, 32, 40, 48), stages=6)
+    if mean <= 160:
+        return TileConfig(heights=(64, 80, 96, 112, 128), stages=5)
+    return TileConfig(heights=(128, 144, 160, 176, 192), stages=4)

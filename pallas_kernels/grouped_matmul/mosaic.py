@@ -1,0 +1,101 @@
+"""Grouped matrix multiplication on Hopper GPUs: what it takes, its tiles, and its gradient."""
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+from jax.typing import DTypeLike
+
+from pallas_kernels.grouped_matmul.pieces import ALIGNMENT, cut_groups
+from pallas_kernels.grouped_matmul.reference import cotangent, group_bounds
+from pallas_kernels.grouped_matmul.tile import TileConfig, default_tile_config
+from pallas_kernels.grouped_matmul.xla import Xla
+from pallas_kernels.implementation import H200, Facts, target
+
+
+class Mosaic:
+    """The implementation for Hopper GPUs, bfloat16 through and through.
+
+    The gradient of rhs is XLA's, until there is a kernel for it.
+    """
+
+    name = "mosaic"
+    tile = TileConfig
+
+    def refuses(self, facts: Facts) -> str | None:
+        if facts.target.compute_capability != H200.compute_capability:
+            return f"it runs on GPUs of compute capability {H200.compute_capability}, not on {facts.target.kind}"
+        for name in ("lhs", "rhs", "out"):
+            if facts.dtypes[name] != jnp.bfloat16:
+                return f"{name} is {jnp.dtype(facts.dtypes[name])}; it takes bfloat16"
+        for name, multiple in (("columns", 64), ("depth", 64), ("rows", ALIGNMENT), ("alignment", ALIGNMENT)):
+            if facts.sizes[name] % multiple:
+                return f"{name} is {facts.sizes[name]}; it takes multiples of {multiple}"
+        return None
+
+    def forward(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        group_sizes: jax.Array,
+        *,
+        alignment: int,
+        activation: str | None,
+        out_dtype: DTypeLike,
+        tile: TileConfig | None,
+    ) -> jax.Array:
+        return _products(lhs, rhs, group_sizes, alignment=alignment, activation=activation, tile=tile, contract=2)
+
+    def dlhs(
+        self,
+        dout: jax.Array,
+        out: jax.Array | None,
+        rhs: jax.Array,
+        group_sizes: jax.Array,
+        *,
+        alignment: int,
+        out_dtype: DTypeLike,
+        tile: TileConfig | None,
+    ) -> jax.Array:
+        dacc = cotangent(dout, out, out_dtype)
+        return _products(dacc, rhs, group_sizes, alignment=alignment, activation=None, tile=tile, contract=1)
+
+    def drhs(
+        self,
+        dout: jax.Array,
+        out: jax.Array | None,
+        lhs: jax.Array,
+        group_sizes: jax.Array,
+        *,
+        alignment: int,
+        out_dtype: DTypeLike,
+        tile: TileConfig | None,
+    ) -> jax.Array:
+        return Xla().drhs(dout, out, lhs, group_sizes, alignment=alignment, out_dtype=out_dtype, tile=None)
+
+
+def _products(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    alignment: int,
+    activation: str | None,
+    tile: TileConfig | None,
+    contract: int,
+) -> jax.Array:
+    m, groups, columns = lhs.shape[0], rhs.shape[0], rhs.shape[3 - contract]
+    if 0 in (*lhs.shape, *rhs.shape):
+        return jnp.zeros((m, columns), lhs.dtype)
+    # Imported where a kernel runs: elsewhere nobody waits for Pallas to load.
+    from pallas_kernels.grouped_matmul.mosaic_kernel import products
+
+    tile = tile or default_tile_config(rows=m, groups=groups, columns=columns, depth=lhs.shape[1], contract=contract)
+    cores = target().cores
+    assert cores is not None  # known of every target that `refuses` lets through
+
+    @sequential_vmap  # Pallas has no rule for a batch of kernels with barriers.
+    def run(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        pieces = cut_groups(*group_bounds(group_sizes, alignment, m), m, tile.heights)
+        return products(lhs, rhs, pieces, tile, contract=contract, activation=activation, cores=cores)
+
+    return run(lhs, rhs, group_sizes)
