@@ -153,14 +153,20 @@ def _recorded(run: Call) -> list[tuple[str, float]]:
 
 
 def _timing(group: Group, records: Sequence[tuple[str, float]]) -> Timing:
-    wanted = list(group.kernels) * len(group.calls)
-    if [name for name, _ in records] != wanted:
-        seen = len(records), sorted({name[:60] for name, _ in records} ^ set(wanted))
-        raise LaunchError(f"Recorded {seen[0]} kernels, wanted {len(wanted)}; the names differ in {seen[1][:4]}.")
     step = len(group.kernels)
-    calls = [[us for _, us in records[start : start + step]] for start in range(0, len(records), step)]
-    kernels = zip(group.kernels, (statistics.median(us) for us in zip(*calls, strict=True)), strict=True)
-    return Timing(us=tuple(sum(us) for us in calls), kernels=tuple(kernels), timer=CUPTI)
+    calls = [records[start : start + step] for start in range(0, step * len(group.calls), step)]
+    # Calls follow each other, but kernels of one call that do not depend on each other may end in any order.
+    order = sorted(range(step), key=group.kernels.__getitem__)
+    by_name = [sorted(call, key=lambda record: record[0]) for call in calls]
+    wanted = [group.kernels[place] for place in order]
+    for call in by_name:
+        if (seen := [name for name, _ in call]) != wanted:
+            differing = sorted(set(seen) ^ set(wanted)) or seen
+            raise LaunchError(f"A call is recorded with {len(seen)} kernels, wanted {step}; see {differing[:4]}.")
+    medians = [statistics.median(us for _, us in column) for column in zip(*by_name, strict=True)]
+    at_place = dict(zip(order, medians, strict=True))
+    kernels = tuple((name, at_place[place]) for place, name in enumerate(group.kernels))
+    return Timing(us=tuple(sum(us for _, us in call) for call in calls), kernels=kernels, timer=CUPTI)
 
 
 def _wall_time(group: Group) -> Timing:
