@@ -1,0 +1,69 @@
+"""`top_k`: the contract of every implementation, the choice, and the refusals."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from kernels.top_k_contract import TopKContract, random
+
+from pallas_kernels.implementation import H200, compiling_for
+from pallas_kernels.top_k import choose, top_k
+
+
+class AnyNumber(TopKContract):
+    @pytest.mark.parametrize("t, e, k", [(1, 128, 6), (3, 7, 7), (2, 1, 1), (5, 100, 99)])
+    def test_any_number_of_tokens_and_experts_R12(self, t, e, k):
+        self.check(random(t, e), k)
+
+
+class TestReference(AnyNumber):
+    implementation = "reference"
+
+
+class TestXla(AnyNumber):
+    implementation = "xla"
+
+
+def chosen(t=8192, e=512, k=22):
+    return choose(jax.ShapeDtypeStruct((t, e), jnp.float32), k)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "arguments, reason",
+    [
+        (dict(e=500), "E is 500; it accepts multiples of 128 up to 1024"),
+        (dict(e=1152), "E is 1152; it accepts multiples of 128 up to 1024"),
+        (dict(k=65), "k is 65; it accepts up to 64"),
+        (dict(t=3), "with T = 3 XLA's sort is as fast; it accepts 4 tokens or more"),
+    ],
+)
+def test_what_the_kernel_refuses_runs_in_xla(arguments, reason):
+    with compiling_for(H200):
+        choice = chosen(**arguments)
+        assert chosen().implementation.name == "mosaic"
+    assert choice.implementation.name == "xla"
+    assert choice.passed_over == (("mosaic", reason),)
+
+
+def test_other_devices_are_refused_by_name():
+    with compiling_for(dataclasses.replace(H200, kind="NVIDIA A100")):
+        reason = "the target is 'NVIDIA A100'; it accepts NVIDIA GPUs of compute capability 9.0"
+        assert chosen().passed_over == (("mosaic", reason),)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "scores, k, message",
+    [
+        (jnp.ones(3), 1, r"scores has shape \(3,\); wanted \[T, E\]"),
+        (jnp.ones((3, 4), jnp.bfloat16), 1, "scores is bfloat16; wanted float32"),
+        (jnp.ones((3, 4)), 5, "k is 5; wanted a Python integer from 0 to 4, the experts"),
+        (jnp.ones((3, 4)), -1, "k is -1"),
+        (jnp.ones((3, 4)), 1.0, r"k is 1\.0"),
+    ],
+)
+def test_wrong_arguments_are_named(scores, k, message):
+    with pytest.raises(ValueError, match=message):
+        top_k(scores, k)
