@@ -64,12 +64,18 @@ def test_lowers_for_cuda_at_the_models_sizes(tokens, width, named):
 
 @pytest.mark.aot
 @pytest.mark.parametrize("t, d, k", [(8192, 2688, 6), (8191, 1024, 22), (64, 2688, 6), (300, 32768, 64), (1, 128, 1)])
-def test_compiles_for_h200_to_the_kernel_alone(t, d, k):
+def test_compiles_for_h200_to_the_kernel_alone_and_spills_nothing(t, d, k, monkeypatch, tmp_path):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     compiled = compile_for_h200(functools.partial(scatter_rows, n_rows=t * k), *arguments(t, d, k))
     text = compiled.as_text()
     assert text.count("custom-call(") == 1 and "mosaic_gpu" in text
     assert "fusion(" not in text and "copy(" not in text  # no other kernel runs
     assert compiled.memory_analysis().temp_size_in_bytes == 0
+    [report], [code] = tmp_path.glob("*.ptxas"), tmp_path.glob("*.ptx")
+    assert "0 bytes spill stores, 0 bytes spill loads" in report.read_text()
+    # A plain bulk copy would want its source at a multiple of 16 bytes, and would read past the end.
+    assert "cp.async.bulk.tensor.1d.shared" in code.read_text()
+    assert "cp.async.bulk.shared" not in code.read_text()
 
 
 @pytest.mark.aot
