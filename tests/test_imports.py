@@ -16,8 +16,8 @@ FILES = {path.relative_to(ROOT).as_posix(): path for package in PACKAGES for pat
 
 # The command line, and the one module whose names are lazy.
 MAY_NAME_CHECKPOINTS = {"nemotron_moe/__init__.py", "nemotron_moe/cli.py", "nemotron_moe/demo.py"}
-# Where the layer computes with kernels; the other asks which of them would run.
-MAY_NAME_KERNELS = {"nemotron_moe/experts.py", "nemotron_moe/explanation.py"}
+# Where the layer gets its kernels from; the other asks which of them would run.
+MAY_NAME_KERNELS = {"nemotron_moe/kernels.py", "nemotron_moe/explanation.py"}
 # Benchmarks may use everything that they measure.
 BENCHMARKS = {name for name in FILES if Path(name).name.startswith("bench")}
 MAX_LINES = 400
@@ -63,7 +63,7 @@ def test_dependencies_point_from_checkpoints_to_the_layer_to_the_kernels():
     assert naming - BENCHMARKS <= MAY_NAME_CHECKPOINTS
     assert {name for name in naming if "checkpoints" in packages(name, at_import=True)} == set()
     kernels = {name for name in FILES if "pallas_kernels" in packages(name)}
-    assert kernels - BENCHMARKS <= MAY_NAME_KERNELS and "nemotron_moe/experts.py" in kernels
+    assert kernels - BENCHMARKS <= MAY_NAME_KERNELS and "nemotron_moe/kernels.py" in kernels
 
 
 def test_our_files_import_nothing_that_is_not_a_dependency():

@@ -89,7 +89,7 @@ def _products(
     # Imported where a kernel runs: elsewhere nobody waits for Pallas to load.
     from pallas_kernels.grouped_matmul.mosaic_kernel import products
 
-    tile = tile or default_tile_config(rows=m, groups=groups, columns=columns, depth=lhs.shape[1], contract=contract)
+    tile = tile or default_tile_config(rows=m, groups=groups, depth=lhs.shape[1])
     cores = target().cores
     assert cores is not None  # known of every target that `refuses` lets through
 

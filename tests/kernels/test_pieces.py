@@ -1,0 +1,80 @@
+"""The table of pieces: every row of every group in one tile, in an order in which cores keep pace."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.grouped_matmul import TileConfig
+from pallas_kernels.grouped_matmul.pieces import ALIGNMENT, COUNT, FIRST, GROUP, HEIGHT, ROW, ROWS, cut_groups
+from pallas_kernels.grouped_matmul.reference import group_bounds
+
+HEIGHTS = ((8,), (8, 16), (16, 48), (128, 144, 160, 176, 192))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def cut(sizes, m, heights):
+    return cut_groups(*group_bounds(sizes, ALIGNMENT, m), m, heights)
+
+
+def check(sizes, m, heights):
+    pieces = cut(jnp.asarray(sizes, jnp.int32), m, heights)
+    of_groups, of_others = np.asarray(pieces.counts)
+    table = np.asarray(pieces.table)
+    assert of_groups + of_others <= len(table)
+    owner = np.full(m, -1)
+    for index, piece in enumerate(table[: of_groups + of_others]):
+        group, row, rows = piece[GROUP], piece[ROW], piece[ROWS]
+        assert rows > 0 and row % ALIGNMENT == 0
+        height = heights[piece[HEIGHT]]
+        assert height >= rows and all(h >= height or h < rows for h in heights)  # the smallest that holds it
+        assert piece[FIRST] <= index < piece[FIRST] + piece[COUNT]
+        assert (table[piece[FIRST] : piece[FIRST] + piece[COUNT], GROUP] == group).all()
+        assert (group == len(sizes)) == (index >= of_groups)
+        # What the tile writes: its rows, and those up to the next multiple of eight.
+        end = row + -(-rows // ALIGNMENT) * ALIGNMENT
+        assert end <= m and (owner[row:end] == -1).all()
+        owner[row:end] = group
+    assert (owner >= 0).all()  # nothing is left unwritten
+    starts, ends = (np.asarray(x) for x in group_bounds(jnp.asarray(sizes, jnp.int32), ALIGNMENT, m))
+    for group, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        assert (owner[start:end] == group).all()
+    tallest_of = {g: max(table[:of_groups][table[:of_groups, GROUP] == g, ROWS]) for g in table[:of_groups, GROUP]}
+    order = [-(-tallest_of[g] // ALIGNMENT) for g in dict.fromkeys(table[:of_groups, GROUP])]
+    assert order == sorted(order, reverse=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 60), min_size=4, max_size=4), st.sampled_from(HEIGHTS))
+def test_every_row_is_in_one_piece(sizes, heights):
+    check(sizes, 256, heights)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("heights", HEIGHTS, ids=str)
+@pytest.mark.parametrize("sizes", [(0, 0, 0), (1, 0, 9), (400, 1, 0), (193, 193, 14), (1000, 0, 0)], ids=str)
+def test_uneven_groups_and_groups_that_are_cut_off(sizes, heights):
+    check(sizes, 416, heights)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"heights": ()}, r"heights is \(\); wanted ascending multiples of 8"),
+        ({"heights": (8, 12)}, r"heights is \(8, 12\)"),
+        ({"heights": (16, 8)}, r"heights is \(16, 8\)"),
+        ({"heights": (8, 200)}, r"heights is \(8, 200\)"),
+        ({"heights": [8]}, r"heights is \[8\]"),
+        ({"stages": 1}, r"stages is 1; wanted one of \[2, 3,"),
+        ({"stages": True}, r"stages is True"),
+        ({"depth": 96}, r"depth is 96; wanted one of \[64, 128\]"),
+        ({"heights": (192,), "stages": 5}, r"needs 254464 bytes of shared memory of 228352"),
+    ],
+)
+def test_a_tile_config_that_cannot_be_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        TileConfig(**{"heights": (8, 16), "stages": 4} | change)
