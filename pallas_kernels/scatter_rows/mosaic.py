@@ -1,36 +1,10 @@
-"""The Hopper kernel: out[rows[t, j]] = x[t]. Every byte is moved by the TMA unit; no thread touches a row.
-
-Each token is read once and written K times, so that what remains is the writing of the output: that bounds the time. A
-gather by the inverse permutation would read each token K times, and would need that permutation.
-
-Tokens are taken in blocks of 1 or 2. CTA c of C takes the blocks c, c + C, c + 2 C ... into a ring of slots, each with
-its tokens' rows and their row numbers:
-
-    load     | block 0, 1, 2 | 3             | 4             |
-    store    |               | K rows each   | K rows each   | ...    one box a row
-    commit   |               | group 0       | group 1       |        all boxes of a block are one group
-    wait     |               | -             | for group 0   |        its slot then takes block 4
-
-Loads are thus `slots - 1` blocks ahead, and the stores of one block in flight while the next one's are issued. Several
-CTAs a core hide the rest of the latency. Row numbers come through the same ring: a row of them may be of any length, as
-the array is flat to the TMA unit, which reads 16 bytes more where need be and zeros past the end.
-
-It refuses rows that the TMA unit cannot move as boxes of at most 256 by 128 elements, and what was not measured.
-
-Mutations that the tests catch: leaving one group more in flight, `wait_smem_to_gmem(2, ..)`, lets a load overwrite a
-slot that is still being stored (a race, seen where a block is one store: the interpreter takes each store for a group);
-so does leaving out `commit_smem` for the row numbers.
-"""
+"""The implementation for Hopper: what it serves, and how it cuts the work. The kernel is in `mosaic_kernel`."""
 
 import dataclasses
-import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.custom_batching import sequential_vmap
 
 from pallas_kernels.implementation import H200, Facts, target
 
@@ -62,9 +36,18 @@ class Mosaic:
         return None
 
     def scatter(self, x: jax.Array, rows: jax.Array, n_rows: int) -> jax.Array:
+        # Imported where a kernel runs: elsewhere nobody waits for Pallas to load.
+        from pallas_kernels.scatter_rows.mosaic_kernel import scatter
+
         cores = target().cores
-        assert cores is not None  # or it would have refused
-        return scatter(x, rows, n_rows, default_ring(x.shape[0], x.shape[1], rows.shape[1], cores))
+        assert cores is not None  # known of every target that `refuses` lets through
+        ring = default_ring(x.shape[0], x.shape[1], rows.shape[1], cores)
+
+        @sequential_vmap  # Pallas has no rule for a batch of kernels with barriers.
+        def run(x: jax.Array, rows: jax.Array) -> jax.Array:
+            return scatter(x, rows, n_rows, ring)
+
+        return run(x, rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +66,7 @@ class Ring:
 
     def shared_memory(self, width: int, named: int) -> int:
         """Bytes of a CTA's ring."""
-        return self.slots * (2 * self.tokens * width + 4 * _pitch(self.tokens * named))
+        return self.slots * (2 * self.tokens * width + 4 * pitch(self.tokens * named))
 
 
 def default_ring(tokens: int, width: int, named: int, cores: int) -> Ring:
@@ -92,74 +75,9 @@ def default_ring(tokens: int, width: int, named: int, cores: int) -> Ring:
     slot = Ring(tokens=block, slots=1, ctas=1).shared_memory(width, named)
     slots = min(4, (SHARED_MEMORY - RESERVED) // slot)
     per_core = min(4, SHARED_MEMORY // (slots * slot + RESERVED))
-    return Ring(tokens=block, slots=slots, ctas=min(per_core * cores, pl.cdiv(tokens, block)))
+    return Ring(tokens=block, slots=slots, ctas=min(per_core * cores, -(-tokens // block)))
 
 
-def scatter(x: jax.Array, rows: jax.Array, n_rows: int, ring: Ring) -> jax.Array:
-    """`scatter_rows` for arguments that are not refused, none of them empty."""
-    (tokens, width), named = x.shape, rows.shape[1]
-    boxes = width // LANES
-    numbers = ring.tokens * named  # of a block
-    blocks = pl.cdiv(tokens, ring.tokens)
-
-    def body(x_ref: Any, rows_ref: Any, out_ref: Any, held: Any, held_rows: Any, arrived: Any) -> None:
-        cta = lax.axis_index("cta")
-        mine = lax.div(blocks - cta + ring.ctas - 1, ring.ctas)
-
-        def load(turn: Any) -> None:
-            slot, block = lax.rem(turn, ring.slots), cta + turn * ring.ctas
-            some_rows = rows_ref.at[pl.ds(block * numbers, _whole(numbers))]
-            some_tokens = x_ref.at[pl.ds(block * ring.tokens, ring.tokens)]
-            plgpu.copy_gmem_to_smem(some_rows, held_rows.at[slot, pl.ds(0, _whole(numbers))], arrived.at[slot])
-            plgpu.copy_gmem_to_smem(some_tokens, held.at[slot], arrived.at[slot])
-
-        def store(slot: Any, token: Any, _: None) -> None:
-            # All numbers are read before the first store, so that their latencies overlap.
-            for row in [held_rows[slot, token * named + j] for j in range(named)]:
-
-                @pl.when((row >= 0) & (row < n_rows))
-                def _named(row: Any = row) -> None:
-                    plgpu.copy_smem_to_gmem(held.at[slot, token], out_ref.at[row], commit_group=False)
-
-        def one_block(turn: Any, _: None) -> None:
-            slot = lax.rem(turn, ring.slots)
-            plgpu.barrier_wait(arrived.at[slot])
-            left = tokens - (cta + turn * ring.ctas) * ring.tokens
-            lax.fori_loop(0, lax.min(left, ring.tokens), functools.partial(store, slot), None)
-            plgpu.commit_smem_to_gmem_group()
-
-            @pl.when(turn + (ring.slots - 1) < mine)
-            def _refill() -> None:
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the block before this one has left its slot,
-                plgpu.commit_smem()  # and its row numbers were read by every thread
-                load(turn + (ring.slots - 1))
-
-        for turn in range(ring.slots - 1):
-            pl.when(turn < mine)(functools.partial(load, jnp.int32(turn)))
-        lax.fori_loop(0, mine, one_block, None)
-        plgpu.wait_smem_to_gmem(0)
-
-    kernel = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((n_rows, boxes, LANES), x.dtype),
-        scratch_types=dict(
-            held=plgpu.SMEM((ring.slots, ring.tokens, boxes, LANES), x.dtype),
-            held_rows=plgpu.SMEM((ring.slots, _pitch(numbers)), jnp.int32),
-            arrived=plgpu.Barrier(num_arrivals=2, num_barriers=ring.slots),
-        ),
-        grid=(ring.ctas,),
-        grid_names=("cta",),
-        kernel_name=f"scatter_rows_{ring.tokens}x{ring.slots}",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )
-    return kernel(x.reshape(tokens, boxes, LANES), rows.reshape(-1)).reshape(n_rows, width)
-
-
-def _whole(numbers: int) -> int:
-    """The TMA unit moves multiples of 16 bytes."""
-    return pl.cdiv(numbers, 4) * 4
-
-
-def _pitch(numbers: int) -> int:
-    """It writes to multiples of 128 bytes; a slot at another address is a fault, and at run time only."""
-    return pl.cdiv(numbers, 32) * 32
+def pitch(numbers: int) -> int:
+    """Row numbers from one slot to the next: the TMA unit writes to multiples of 128 bytes; elsewhere it faults."""
+    return -(-numbers // 32) * 32

@@ -76,3 +76,11 @@ class ScatterRowsContract:
     def test_sizes_of_zero_R57(self, t, d, k, n_rows):
         x, rows = jnp.ones((t, d), jnp.bfloat16), jnp.zeros((t, k), jnp.int32)
         assert self.scatter(x, rows, n_rows).shape == (n_rows, d)
+
+    def test_works_under_vmap(self):
+        x, n_rows = jnp.stack([draw(3, 128), 2 * draw(3, 128)]), 9
+        rows = np.stack([name_rows(3, 2, n_rows, seed) for seed in range(2)])
+        run = functools.partial(scatter_rows, n_rows=n_rows, implementation=self.implementation)
+        got = jax.jit(jax.vmap(run))(x, jnp.asarray(rows))
+        for i in range(2):
+            assert_scattered(got[i], x[i], rows[i], n_rows)

@@ -12,7 +12,8 @@ from kernels.scatter_rows_contract import ScatterRowsContract, assert_scattered,
 from pallas_kernels.aot import compile_for_h200
 from pallas_kernels.implementation import H200, compiling_for
 from pallas_kernels.scatter_rows import scatter_rows
-from pallas_kernels.scatter_rows.mosaic import SHARED_MEMORY, Ring, default_ring, scatter
+from pallas_kernels.scatter_rows.mosaic import SHARED_MEMORY, Ring, default_ring
+from pallas_kernels.scatter_rows.mosaic_kernel import scatter
 
 SIZES = [(2688, 6), (1024, 22), (2048, 22), (4096, 8), (16384, 2), (32768, 64), (128, 1), (128, 64)]
 

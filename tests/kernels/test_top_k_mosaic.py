@@ -12,7 +12,7 @@ from kernels.top_k_contract import TopKContract, oracle, random, some_of
 from pallas_kernels.aot import compile_for_h200
 from pallas_kernels.implementation import H200, compiling_for
 from pallas_kernels.top_k import top_k
-from pallas_kernels.top_k.mosaic import take
+from pallas_kernels.top_k.mosaic_kernel import take
 
 SIZES = [(128, 6), (512, 22), (1024, 64), (128, 64), (384, 8)]
 

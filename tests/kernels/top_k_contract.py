@@ -95,3 +95,8 @@ class TopKContract:
         scores = random(4, 128)
         gradient = np.asarray(jax.jit(jax.grad(chosen))(jnp.asarray(scores)))
         assert np.array_equal(np.nonzero(gradient)[1].reshape(4, 6), np.sort(oracle(scores, 6), axis=1))
+
+    def test_works_under_vmap(self):
+        scores = random(8, 128).reshape(2, 4, 128)
+        ids = jax.jit(jax.vmap(functools.partial(top_k, k=6, implementation=self.implementation)))(jnp.asarray(scores))
+        assert np.array_equal(ids.reshape(8, 6), oracle(scores.reshape(8, 128), 6))

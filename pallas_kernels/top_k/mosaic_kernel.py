@@ -1,0 +1,107 @@
+"""The Hopper kernel: ids[t] = the k largest of scores[t] in order. A warp has a token, a lane every 32nd expert of it.
+
+Scores become int32 keys in the same order, and an expert the pair (key, E - 1 - id): the larger pair is the one that
+comes first, and no two are equal. A block has 4 tokens (or 8, ..), so that each warp has one (or two, ..), and then
+nothing is shared between warps:
+
+    load     the TMA unit brings the block's scores; each lane takes its E / 32 of a token into registers
+    sort     each lane sorts its pairs in lists of 4, by exchanges that all lanes make alike
+    take     k rounds: the largest first key of all lists (`redux.sync`, one instruction for the warp), the largest
+             second half of those that have this key (another), its id to memory, and the list that it was first of
+             moves up by one
+
+A round thus looks at one pair of each list, and moves 4; without the lists it would compare each of the E / 32 keys
+three times. An empty place is (least key, -1): less than any expert, even one of -inf or NaN.
+
+What bounds it is the issue of integer instructions, some 60 a token and round with 512 experts. Other blocks of a core
+hide the load. Where the last block is not full, ids of tokens that are not there are written too, and cut off by XLA.
+
+It refuses expert counts that do not fill its lists or need too many registers, and so few tokens that XLA is as fast.
+
+Mutations that the tests catch: exchanging by the keys alone gives equal scores in another order; taking all that have
+the largest key, not the one of that place, loses some; leaving out the wait for the scores is a race.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.top_k.mosaic import LANES, WARPS
+from pallas_kernels.top_k.reference import ordered
+
+EXCHANGES = {2: ((0, 1),), 4: ((0, 1), (2, 3), (0, 2), (1, 3), (1, 2))}  # by depth: they sort a list of that many
+LEAST = np.iinfo(np.int32).min  # less than the key of any score but one NaN, which has an id
+# Of [tokens, lists, lanes]: a warp has every fourth token, and each of its lanes a pair of every list.
+LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, 1, LANES), (1,))), (-4,), (-2,), -1)
+
+type Pair = tuple[jax.Array, jax.Array]
+type Levels = list[Pair]
+
+
+def take(scores: jax.Array, k: int, block: int) -> jax.Array:
+    """`top_k` for arguments that are not refused, none of them empty; `block` tokens at a time, a multiple of WARPS."""
+    tokens, experts = scores.shape
+    blocks = pl.cdiv(tokens, block)
+    depth = 2 if experts == 4 * LANES else 4  # a lane has two lists or more
+    lists = (block, experts // (depth * LANES), LANES)  # all of their firsts, or of their seconds ..
+
+    def body(scores_ref: Any, ids_ref: Any, held: Any, arrived: Any) -> None:
+        first = lax.axis_index("block") * block
+        for level in range(depth):
+            some_scores = scores_ref.at[pl.ds(first, block), pl.ds(level * lists[1], lists[1])]
+            plgpu.copy_gmem_to_smem(some_scores, held.at[level], arrived)
+        plgpu.barrier_wait(arrived)
+        lane, some = (plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, lists, axis), LAYOUT) for axis in (2, 1))
+        levels = []
+        for level in range(depth):
+            place = experts - 1 - (level * lists[1] + some) * LANES - lane
+            levels.append((ordered(plgpu.load(held.at[level], layout=LAYOUT)), place))
+        for a, b in EXCHANGES[depth]:
+            levels[a], levels[b] = descending(*levels[a], *levels[b])
+
+        def one_round(taken: Any, levels: Levels) -> Levels:
+            key, place = levels[0]
+            largest = everywhere(of_token(key))
+            found = of_token(jnp.where(key == largest, place, -1))
+            ids_ref.at[pl.ds(first, block), taken][...] = experts - 1 - found
+            is_taken = place == everywhere(found)
+            after = [
+                *levels[1:],
+                tuple(plgpu.layout_cast(jnp.full(lists, value, jnp.int32), LAYOUT) for value in (LEAST, -1)),
+            ]
+            return [
+                (jnp.where(is_taken, next_key, key), jnp.where(is_taken, next_place, place))
+                for (key, place), (next_key, next_place) in zip(levels, after, strict=True)
+            ]
+
+        lax.fori_loop(0, k, one_round, levels)
+
+    def of_token(values: jax.Array) -> jax.Array:
+        """The largest of a level: first each lane's own, then the warp's."""
+        return jnp.max(jnp.max(values, axis=1), axis=1)
+
+    def everywhere(column: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(column, lists, (0,))
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((blocks * block, k), jnp.int32),
+        scratch_types=dict(held=plgpu.SMEM((depth, *lists), jnp.float32), arrived=plgpu.Barrier(num_arrivals=depth)),
+        grid=(blocks,),
+        grid_names=("block",),
+        kernel_name=f"top_{k}_of_{experts}",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )
+    return kernel(scores.reshape(tokens, depth * lists[1], LANES))[:tokens]
+
+
+def descending(key_a: Any, place_a: Any, key_b: Any, place_b: Any) -> tuple[Pair, Pair]:
+    """The two pairs, the greater one first."""
+    swap = (key_b > key_a) | ((key_b == key_a) & (place_b > place_a))
+    first = jnp.where(swap, key_b, key_a), jnp.where(swap, place_b, place_a)
+    return first, (jnp.where(swap, key_a, key_b), jnp.where(swap, place_a, place_b))
