@@ -2,14 +2,18 @@
 
 import dataclasses
 
-BLOCK_BYTES = 5 << 20  # of one matrix: it is copied out of rhs, and must still be in the cache when it is multiplied
+# Of one matrix, on a CPU: it is copied out of rhs, and must still be in the cache when it is multiplied.
+BLOCK_BYTES = 5 << 20
+# Of the matrices, rows and sums of a batch, on a GPU: enough for the time between two batches not to matter.
+BATCH_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
-    """A block of the output: `rows` rows of one group times `columns` columns.
+    """A block of the output, `rows` rows of one group times `columns` columns, and how many are computed at once.
 
-    Either is cut down to the output's size where that is smaller; columns are then evened out over the blocks.
+    Rows and columns are cut down to the output's size where that is smaller; columns are then evened out over the
+    blocks.
 
     Raises:
       ValueError: on a size that is not a positive integer.
@@ -17,6 +21,7 @@ class Tile:
 
     rows: int
     columns: int
+    batch: int = 1
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -24,15 +29,34 @@ class Tile:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"Tile.{field.name} is {value!r}; wanted a positive integer.")
 
-    def within(self, rows: int, columns: int) -> "Tile":
-        """This tile for an output of these sizes, both at least 1."""
+    def within(self, rows: int, columns: int, groups: int) -> "Tile":
+        """This tile for an output of these sizes in this many groups, all at least 1."""
+        height = min(self.rows, rows)
         blocks = -(-columns // min(self.columns, columns))
-        return Tile(rows=min(self.rows, rows), columns=-(-columns // blocks))
+        batch = min(self.batch, most_tiles(rows, groups, height))
+        return Tile(rows=height, columns=-(-columns // blocks), batch=batch)
 
 
-def default_tile(*, rows: int, groups: int, column_bytes: int) -> Tile:
-    """Rows just above the mean group's, 16 to 128; as many columns, of `column_bytes` each, as fill a block."""
-    return Tile(rows=min(max(1 << (rows // groups).bit_length(), 16), 128), columns=max(BLOCK_BYTES // column_bytes, 1))
+def most_tiles(rows: int, groups: int, height: int) -> int:
+    """How many tiles of `height` rows of one group there can be: each group may need one more for a single row."""
+    return (rows + min(rows, groups) * (height - 1)) // height
+
+
+def default_tile(*, platform: str, rows: int, groups: int, columns: int, column_bytes: int, row_bytes: int) -> Tile:
+    """Rows just above the mean group's; of columns and tiles, as many as the platform is best with.
+
+    Args:
+      platform: what it will run on, such as "cpu" or "gpu".
+      rows, groups, columns: of the output.
+      column_bytes: that each column of a tile takes beside the output.
+      row_bytes: that each row of a tile takes.
+    """
+    height = max(1 << (rows // groups).bit_length(), 16)
+    if platform != "gpu":
+        return Tile(rows=min(height, 128), columns=max(BLOCK_BYTES // column_bytes, 1))
+    height = min(height, 512)
+    width = max(min(columns, BATCH_BYTES // column_bytes), 1)
+    return Tile(rows=height, columns=width, batch=max(BATCH_BYTES // (width * column_bytes + height * row_bytes), 1))
 
 
 HEIGHTS = frozenset(range(8, 193, 8))  # more would not leave the accumulator's registers room

@@ -10,19 +10,36 @@ from bounds import bound
 from kernels.grouped_matmul_contract import UNEVEN, MixedDtypesContract, assert_within, operands
 
 from pallas_kernels.grouped_matmul import Tile, grouped_matmul
+from pallas_kernels.grouped_matmul.tile import BATCH_BYTES, BLOCK_BYTES, default_tile
+from pallas_kernels.implementation import H200, compiling_for
 
 
 class TestXla(MixedDtypesContract):
     implementation = "xla"
 
-    @pytest.mark.parametrize("rows, columns", [(1, 1), (4, 7), (8, 24), (37, 5), (1000, 1000)])
-    def test_every_tile_gives_the_same_product_and_gradient(self, rows, columns):
-        lhs, rhs = operands(37, 24, 40, 4, jnp.float32)
-        tile, sizes = Tile(rows=rows, columns=columns), jnp.array(UNEVEN)
-        want, size = self.oracle(lhs, rhs, UNEVEN)
-        assert_within(self.gmm(lhs, rhs, sizes, tile=tile), want, bound(jnp.float32, 40, size))
-        dout = jnp.ones((37, 24))
-        got, plain = self.gradients(lhs, rhs, sizes, dout, tile=tile), self.gradients(lhs, rhs, sizes, dout)
+    @pytest.mark.parametrize(
+        "rows, columns, batch",
+        [
+            (1, 1, 1),
+            (4, 7, 1),
+            (8, 24, 1),
+            (37, 5, 1),
+            (1000, 1000, 1),
+            (1, 24, 2),
+            (4, 7, 3),
+            (8, 24, 4),
+            (37, 5, 1000),
+        ],
+    )
+    def test_every_tile_gives_the_same_product_and_gradient(self, rows, columns, batch, alignment):
+        m = self.rows(UNEVEN, alignment=alignment)
+        lhs, rhs = operands(m, 24, 40, 4, jnp.float32)
+        sizes, options = jnp.array(UNEVEN), {"group_alignment": alignment}
+        want, size = self.oracle(lhs, rhs, UNEVEN, alignment=alignment)
+        tile = Tile(rows=rows, columns=columns, batch=batch)
+        assert_within(self.gmm(lhs, rhs, sizes, tile=tile, **options), want, bound(jnp.float32, 40, size))
+        dout = jnp.ones((m, 24))
+        got, plain = (self.gradients(lhs, rhs, sizes, dout, tile=t, **options) for t in (tile, None))
         for a, b in zip(got, plain, strict=True):
             assert_within(a, np.asarray(b, np.float64), bound(jnp.float32, 40, 40 * float(jnp.abs(b).max())))
 
@@ -41,10 +58,40 @@ class TestXla(MixedDtypesContract):
         assert_within(self.gmm(lhs, rhs, jnp.asarray(sizes)), want, bound(jnp.float32, 7, size))
 
 
-@pytest.mark.parametrize("bad", [{"rows": 0, "columns": 4}, {"rows": 4, "columns": -1}, {"rows": 4.0, "columns": 4}])
+class TestXlaInBatches(MixedDtypesContract):
+    """What a GPU does by default, in batches and blocks that are small enough for more than one of each."""
+
+    implementation = "xla"
+    dtypes = (jnp.float32,)
+    widths = ((464, 232),)
+
+    @property
+    def gmm(self):
+        return functools.partial(super().gmm, tile=Tile(rows=8, columns=100, batch=4))
+
+    @pytest.fixture(autouse=True)
+    def choose_as_for_a_gpu(self):
+        with compiling_for(H200):
+            yield
+
+
+def test_a_gpu_takes_many_tiles_at_once_and_any_other_platform_one():
+    sizes = {"columns": 1856, "column_bytes": 2 * 2688, "row_bytes": 2 * 2688 + 4 * 1856}
+    many = default_tile(platform="gpu", rows=49152, groups=128, **sizes)
+    assert (many.rows, many.columns) == (512, 1856) and 10 <= many.batch <= 20
+    few = default_tile(platform="gpu", rows=1536, groups=128, **sizes)
+    assert (few.rows, few.columns) == (16, 1856) and 20 <= few.batch <= 30
+    huge = default_tile(platform="gpu", rows=10, groups=2, columns=10**6, column_bytes=10**4, row_bytes=10**4)
+    assert huge.batch == 1 and huge.columns * 10**4 <= BATCH_BYTES < (huge.columns + 1) * 10**4
+    for platform in ("cpu", "tpu"):
+        tile = default_tile(platform=platform, rows=49152, groups=128, **sizes)
+        assert tile == Tile(rows=128, columns=BLOCK_BYTES // (2 * 2688), batch=1)
+
+
+@pytest.mark.parametrize("bad", [{"rows": 0}, {"rows": 4.0}, {"rows": True}, {"columns": -1}, {"batch": 0}])
 def test_a_tile_must_be_positive(bad):
     with pytest.raises(ValueError, match="wanted a positive integer"):
-        Tile(**bad)
+        Tile(**({"rows": 4, "columns": 4} | bad))
 
 
 @pytest.mark.quick
@@ -65,7 +112,7 @@ def test_a_tile_must_be_positive(bad):
         ({"group_alignment": -8}, "group_alignment is -8; wanted a positive integer"),
         ({"group_alignment": True}, "group_alignment is True; wanted a positive integer"),
         ({"group_alignment": 8.0}, "group_alignment is 8.0; wanted a positive integer"),
-        ({"implementation": "mosaic"}, r"implementation is 'mosaic'; grouped_matmul has \['xla', 'reference'\]"),
+        ({"implementation": "cuda"}, r"implementation is 'cuda'; grouped_matmul has \['mosaic', 'xla', 'reference'\]"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):
