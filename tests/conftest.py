@@ -35,6 +35,10 @@ def pytest_configure(config):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
 
+def pytest_ignore_collect(collection_path, config):
+    return True if collection_path == Path(__file__).parent / "gpu" and not config.getoption("--gpu") else None
+
+
 @pytest.hookimpl(trylast=True)  # Once `-m` and `-k` have taken out what they take out.
 def pytest_collection_modifyitems(items):
     if any(item.get_closest_marker("aot") for item in items):

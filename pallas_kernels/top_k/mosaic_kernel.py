@@ -94,7 +94,7 @@ def take(scores: jax.Array, k: int, block: int) -> jax.Array:
         scratch_types=dict(held=plgpu.SMEM((depth, *lists), jnp.float32), arrived=plgpu.Barrier(num_arrivals=depth)),
         grid=(blocks,),
         grid_names=("block",),
-        kernel_name=f"top_{k}_of_{experts}",
+        kernel_name=f"top_k_{k}of{experts}",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
     return kernel(scores.reshape(tokens, depth * lists[1], LANES))[:tokens]
