@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nemotron_moe.kernels import row_alignment, scatter_rows
+from nemotron_moe.kernels import Pieces, cut_for_kernels, row_alignment, scatter_rows
 from nemotron_moe.validate import check_float32, check_ids, check_shape
 
 # The combine is unrolled up to this many experts per token, so that XLA makes one kernel of it.
@@ -26,12 +26,14 @@ class Plan:
       group_sizes: [E] int32, rows of each expert.
       slot_of_row: [M] int32, the row's place in the flattened [T, K], or T * K for a row that no slot has.
       row_of_slot: [T, K] int32, the inverse. Slots without an expert have rows after the last group.
+      pieces: how this machine's kernels cut the rows; None where there are none for this alignment.
       alignment: each expert's rows begin at the first multiple of it that the experts before leave free.
     """
 
     group_sizes: jax.Array
     slot_of_row: jax.Array
     row_of_slot: jax.Array
+    pieces: Pieces | None = None
     alignment: int = dataclasses.field(default=1, metadata={"static": True})
 
     def token_of_row(self) -> jax.Array:
@@ -64,7 +66,9 @@ def make_plan(ids: jax.Array, n_experts: int, *, alignment: int | None = None) -
     expert = known_ids(ids, n_experts).reshape(-1)
     slot_of_rank = jnp.argsort(expert, stable=True).astype(jnp.int32)
     expert = expert[slot_of_rank]
-    starts = jnp.searchsorted(expert, jnp.arange(n_experts + 1, dtype=jnp.int32)).astype(jnp.int32)
+    # Unrolled, the search is one kernel on a GPU, where a loop is dozens.
+    experts = jnp.arange(n_experts + 1, dtype=jnp.int32)
+    starts = jnp.searchsorted(expert, experts, method="scan_unrolled").astype(jnp.int32)
     sizes = jnp.diff(starts)
     row = jnp.arange(tokens * slots, dtype=jnp.int32)
     slot_of_row = slot_of_rank
@@ -79,6 +83,7 @@ def make_plan(ids: jax.Array, n_experts: int, *, alignment: int | None = None) -
         group_sizes=sizes,
         slot_of_row=slot_of_row,
         row_of_slot=row_of_slot.reshape(tokens, slots),
+        pieces=cut_for_kernels(sizes, slot_of_row.shape[0]) if alignment == row_alignment() else None,
         alignment=alignment,
     )
 

@@ -41,7 +41,11 @@ def routed_experts(
     with jax.named_scope("dispatch"):
         rows = gather_rows(x, plan, implementation=steps_around(implementation))
     multiply = functools.partial(
-        grouped_matmul, group_sizes=plan.group_sizes, group_alignment=plan.alignment, implementation=implementation
+        grouped_matmul,
+        group_sizes=plan.group_sizes,
+        group_alignment=plan.alignment,
+        pieces=plan.pieces,
+        implementation=implementation,
     )
     with jax.named_scope("experts_up"):
         inner = multiply(rows, up_proj, activation="relu2", out_dtype=squares_dtype(x.dtype))

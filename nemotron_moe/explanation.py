@@ -82,10 +82,10 @@ def explain(
     ids = _like((tokens, config.num_experts_per_tok), jnp.int32)
     plan = jax.eval_shape(lambda ids: make_plan(ids, config.n_routed_experts), ids)
     rows = plan.slot_of_row.shape[0]
-    steps = [
-        _step("router", "top_k", top_k.choose(scores, ids.shape[1], implementation=around), scores),
-        _step("dispatch", "scatter_rows", scatter_rows.choose(x, ids, rows, implementation=around), x, plan.row_of_slot),
-    ]
+    choice = top_k.choose(scores, ids.shape[1], implementation=around)
+    steps = [_step("router", "top_k", choice, scores)]
+    choice = scatter_rows.choose(x, ids, rows, implementation=around)
+    steps.append(_step("dispatch", "scatter_rows", choice, x, plan.row_of_slot))
     for name, matrix, in_dtype in (
         ("experts_up", weights.experts_up_proj, dtype),
         ("experts_down", weights.experts_down_proj, squares_dtype(dtype)),

@@ -1,11 +1,11 @@
 """The one door to the operations of `pallas_kernels`: which of them the layer computes with."""
 
-from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_matmul import Pieces, cut_for_kernels, grouped_matmul
 from pallas_kernels.grouped_matmul import preferred_alignment as row_alignment
 from pallas_kernels.scatter_rows import scatter_rows
 from pallas_kernels.top_k import top_k
 
-__all__ = ["grouped_matmul", "row_alignment", "scatter_rows", "steps_around", "top_k"]
+__all__ = ["Pieces", "cut_for_kernels", "grouped_matmul", "row_alignment", "scatter_rows", "steps_around", "top_k"]
 
 
 def steps_around(implementation: str | None) -> str | None:

@@ -76,9 +76,9 @@ def route(
     scores = jax.nn.sigmoid(logits)
     if routing is None:
         choice = choice_scores(scores, gate_bias, config)
-        ids = top_k(
-            choice.reshape(-1, choice.shape[-1]), config.num_experts_per_tok, implementation=steps_around(implementation)
-        ).reshape(*choice.shape[:-1], -1)
+        tokens = choice.reshape(-1, choice.shape[-1])
+        ids = top_k(tokens, config.num_experts_per_tok, implementation=steps_around(implementation))
+        ids = ids.reshape(*choice.shape[:-1], config.num_experts_per_tok)
     else:
         ids = routing.ids
     weights = _weights(scores, ids, config) if routing is None or routing.weights is None else routing.weights

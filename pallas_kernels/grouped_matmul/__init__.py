@@ -5,7 +5,23 @@ runs everywhere; `mosaic` the one for Hopper GPUs, with its kernel and the cutti
 sizes of the blocks that they work in.
 """
 
-from pallas_kernels.grouped_matmul.api import IMPLEMENTATIONS, choose, grouped_matmul, preferred_alignment
+from pallas_kernels.grouped_matmul.api import (
+    IMPLEMENTATIONS,
+    choose,
+    cut_for_kernels,
+    grouped_matmul,
+    preferred_alignment,
+)
+from pallas_kernels.grouped_matmul.pieces import Pieces
 from pallas_kernels.grouped_matmul.tile import Tile, TileConfig
 
-__all__ = ["IMPLEMENTATIONS", "Tile", "TileConfig", "choose", "grouped_matmul", "preferred_alignment"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Pieces",
+    "Tile",
+    "TileConfig",
+    "choose",
+    "cut_for_kernels",
+    "grouped_matmul",
+    "preferred_alignment",
+]

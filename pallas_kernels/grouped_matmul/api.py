@@ -10,8 +10,8 @@ import numpy as np
 from jax import dtypes, lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.grouped_matmul.mosaic import Mosaic
-from pallas_kernels.grouped_matmul.pieces import ALIGNMENT
+from pallas_kernels.grouped_matmul.mosaic import Mosaic, cut_rows
+from pallas_kernels.grouped_matmul.pieces import ALIGNMENT, Pieces
 from pallas_kernels.grouped_matmul.reference import Reference
 from pallas_kernels.grouped_matmul.tile import Tile, TileConfig
 from pallas_kernels.grouped_matmul.xla import Xla, varying_axes
@@ -32,6 +32,7 @@ def grouped_matmul(
     group_alignment: int = 1,
     implementation: str | None = None,
     tile: Tile | TileConfig | None = None,
+    pieces: Pieces | None = None,
 ) -> jax.Array:
     """Multiplies consecutive groups of rows, each by the transpose of its own matrix.
 
@@ -54,6 +55,7 @@ def grouped_matmul(
         they follow each other without gaps.
       implementation: a name in `IMPLEMENTATIONS`, or None for the first one that serves these arguments.
       tile: block sizes, a Tile for "xla" or a TileConfig for "mosaic"; None chooses them from the shapes.
+      pieces: what `cut_for_kernels` made of these sizes and M, for calls that share it; None makes it where it is used.
 
     Returns:
       [M, N] in `out_dtype`.
@@ -72,9 +74,9 @@ def grouped_matmul(
     # Clipped as what they are: jnp would wrap NumPy's 64 bits to 32. What they add up to is cut off by `group_bounds`.
     sizes = jnp.asarray(group_sizes.clip(0, min(lhs.shape[0], jnp.iinfo(group_sizes.dtype).max))).astype(jnp.int32)
     # Under shard_map all vary alike, so that it is JAX that sums the gradient of a replicated operand over the devices.
-    lhs, rhs, sizes = _vary_alike(lhs, rhs, sizes)
+    lhs, rhs, sizes, pieces = _vary_alike((lhs, rhs, sizes, pieces))
     call = _Call(chosen, group_alignment, activation, out_dtype, tile)
-    return _product(call, lhs, rhs, sizes)
+    return _product(call, lhs, rhs, sizes, pieces)
 
 
 def choose(
@@ -101,7 +103,23 @@ def choose(
 
 def preferred_alignment() -> int:
     """The `group_alignment` that lets this target's kernels serve; 1 where it has none."""
-    return ALIGNMENT if target().compute_capability == H200.compute_capability else 1
+    return ALIGNMENT if _has_kernels() else 1
+
+
+def cut_for_kernels(group_sizes: jax.Array, m: int) -> Pieces | None:
+    """How this target's kernels cut M = `m` rows in groups of these sizes, at multiples of `preferred_alignment()`.
+
+    Args:
+      group_sizes: [G] int32, none negative.
+
+    Returns:
+      None where there are no kernels, or nothing to cut.
+    """
+    return cut_rows(group_sizes, m) if _has_kernels() and m and group_sizes.shape[0] else None
+
+
+def _has_kernels() -> bool:
+    return target().compute_capability == H200.compute_capability
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +134,7 @@ class _Call:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+def _product(call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, pieces: Pieces | None) -> jax.Array:
     with jax.named_scope("grouped_matmul"):
         return call.implementation.forward(
             lhs,
@@ -126,25 +144,29 @@ def _product(call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> j
             activation=call.activation,
             out_dtype=call.out_dtype,
             tile=call.tile,
+            pieces=pieces,
         )
 
 
-def _forward(call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
-    out = _product(call, lhs, rhs, sizes)
-    return out, (lhs, rhs, sizes, None if call.activation is None else out)
+def _forward(
+    call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, pieces: Pieces | None
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    out = _product(call, lhs, rhs, sizes, pieces)
+    return out, (lhs, rhs, sizes, pieces, None if call.activation is None else out)
 
 
-def _backward(call: _Call, residuals: tuple[Any, ...], dout: jax.Array) -> tuple[jax.Array, jax.Array, np.ndarray]:
-    lhs, rhs, sizes, out = residuals
+def _backward(call: _Call, residuals: tuple[Any, ...], dout: jax.Array) -> tuple[Any, ...]:
+    lhs, rhs, sizes, pieces, out = residuals
     with jax.named_scope("grouped_matmul_dlhs"):
         dlhs = call.implementation.dlhs(
-            dout, out, rhs, sizes, alignment=call.alignment, out_dtype=lhs.dtype, tile=call.tile
+            dout, out, rhs, sizes, alignment=call.alignment, out_dtype=lhs.dtype, tile=call.tile, pieces=pieces
         )
     with jax.named_scope("grouped_matmul_drhs"):
         drhs = call.implementation.drhs(
-            dout, out, lhs, sizes, alignment=call.alignment, out_dtype=rhs.dtype, tile=call.tile
+            dout, out, lhs, sizes, alignment=call.alignment, out_dtype=rhs.dtype, tile=call.tile, pieces=pieces
         )
-    return dlhs, drhs, np.zeros(sizes.shape, dtypes.float0)
+    no_gradient = jax.tree.map(lambda array: np.zeros(array.shape, dtypes.float0), (sizes, pieces))
+    return dlhs, drhs, *no_gradient
 
 
 _product.defvjp(_forward, _backward)
@@ -179,6 +201,6 @@ def _check(
         raise ValueError(f"activation is {activation!r}; wanted one of {list(ACTIVATIONS)}.")
 
 
-def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
-    axes = frozenset[str]().union(*(varying_axes(array) for array in arrays))
-    return [lax.pcast(array, tuple(axes - varying_axes(array)), to="varying") for array in arrays]
+def _vary_alike(arrays: Any) -> Any:
+    axes = frozenset[str]().union(*(varying_axes(array) for array in jax.tree.leaves(arrays)))
+    return jax.tree.map(lambda array: lax.pcast(array, tuple(axes - varying_axes(array)), to="varying"), arrays)

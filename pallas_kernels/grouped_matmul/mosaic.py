@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jax.typing import DTypeLike
 
-from pallas_kernels.grouped_matmul.pieces import ALIGNMENT, cut_groups
+from pallas_kernels.grouped_matmul.pieces import ALIGNMENT, Pieces, cut_groups
 from pallas_kernels.grouped_matmul.reference import cotangent, group_bounds
-from pallas_kernels.grouped_matmul.tile import TileConfig, default_tile_config
+from pallas_kernels.grouped_matmul.tile import TileConfig, default_heights, default_tile_config
 from pallas_kernels.grouped_matmul.xla import Xla
 from pallas_kernels.implementation import H200, Facts, target
 
@@ -42,8 +42,11 @@ class Mosaic:
         activation: str | None,
         out_dtype: DTypeLike,
         tile: TileConfig | None,
+        pieces: Pieces | None,
     ) -> jax.Array:
-        return _products(lhs, rhs, group_sizes, alignment=alignment, activation=activation, tile=tile, contract=2)
+        return _products(
+            lhs, rhs, group_sizes, alignment=alignment, activation=activation, tile=tile, pieces=pieces, contract=2
+        )
 
     def dlhs(
         self,
@@ -55,9 +58,12 @@ class Mosaic:
         alignment: int,
         out_dtype: DTypeLike,
         tile: TileConfig | None,
+        pieces: Pieces | None,
     ) -> jax.Array:
         dacc = cotangent(dout, out, out_dtype)
-        return _products(dacc, rhs, group_sizes, alignment=alignment, activation=None, tile=tile, contract=1)
+        return _products(
+            dacc, rhs, group_sizes, alignment=alignment, activation=None, tile=tile, pieces=pieces, contract=1
+        )
 
     def drhs(
         self,
@@ -69,8 +75,9 @@ class Mosaic:
         alignment: int,
         out_dtype: DTypeLike,
         tile: TileConfig | None,
+        pieces: Pieces | None,
     ) -> jax.Array:
-        return Xla().drhs(dout, out, lhs, group_sizes, alignment=alignment, out_dtype=out_dtype, tile=None)
+        return Xla().drhs(dout, out, lhs, group_sizes, alignment=alignment, out_dtype=out_dtype, tile=None, pieces=None)
 
 
 def _products(
@@ -81,6 +88,7 @@ def _products(
     alignment: int,
     activation: str | None,
     tile: TileConfig | None,
+    pieces: Pieces | None,
     contract: int,
 ) -> jax.Array:
     m, groups, columns = lhs.shape[0], rhs.shape[0], rhs.shape[3 - contract]
@@ -89,13 +97,26 @@ def _products(
     # Imported where a kernel runs: elsewhere nobody waits for Pallas to load.
     from pallas_kernels.grouped_matmul.mosaic_kernel import products
 
-    tile = tile or default_tile_config(rows=m, groups=groups, depth=lhs.shape[1])
+    if tile is None:
+        heights = default_heights(rows=m, groups=groups) if pieces is None else pieces.heights
+        tile = default_tile_config(heights, depth=lhs.shape[1])
+    if pieces is None:
+        pieces = cut_groups(*group_bounds(group_sizes, alignment, m), m, tile.heights)
+    elif pieces.heights != tile.heights:
+        raise ValueError(
+            f"pieces were cut for heights {pieces.heights}, but tile has {tile.heights}; give one of them."
+        )
     cores = target().cores
     assert cores is not None  # known of every target that `refuses` lets through
 
     @sequential_vmap  # Pallas has no rule for a batch of kernels with barriers.
-    def run(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        pieces = cut_groups(*group_bounds(group_sizes, alignment, m), m, tile.heights)
+    def run(lhs: jax.Array, rhs: jax.Array, pieces: Pieces) -> jax.Array:
         return products(lhs, rhs, pieces, tile, contract=contract, activation=activation, cores=cores)
 
-    return run(lhs, rhs, group_sizes)
+    return run(lhs, rhs, pieces)
+
+
+def cut_rows(group_sizes: jax.Array, m: int) -> Pieces:
+    """The pieces of M = `m` rows in groups of these sizes at multiples of ALIGNMENT, cut for the usual tiles."""
+    heights = default_heights(rows=m, groups=group_sizes.shape[0])
+    return cut_groups(*group_bounds(group_sizes, ALIGNMENT, m), m, heights)

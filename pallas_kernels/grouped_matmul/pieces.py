@@ -1,7 +1,6 @@
 """Cutting groups of rows into pieces, each the height of one output tile: a small table, computed on the device."""
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +23,15 @@ class Pieces:
         list of heights, and which piece is the first of its group, and how many the group has (both so that the
         pieces of a group can be taken in turn with the columns of its matrix).
       counts: [2] int32, pieces of groups, and pieces of other rows. The table's later rows are not in use.
+      heights: of the tiles that the pieces were cut for.
     """
 
     table: jax.Array
     counts: jax.Array
+    heights: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
 
-def cut_groups(starts: jax.Array, ends: jax.Array, m: int, heights: Sequence[int]) -> Pieces:
+def cut_groups(starts: jax.Array, ends: jax.Array, m: int, heights: tuple[int, ...]) -> Pieces:
     """Cuts each group evenly into as few pieces as the largest of `heights` allows.
 
     Args:
@@ -55,7 +56,8 @@ def cut_groups(starts: jax.Array, ends: jax.Array, m: int, heights: Sequence[int
     height = jnp.searchsorted(jnp.asarray(heights, jnp.int32), here, method="compare_all").astype(jnp.int32)
     unused = jnp.zeros_like(index)
     fields = [group[which], start[which] + offset, here, height, first, count[which], unused, unused]
-    return Pieces(table=jnp.stack(fields, axis=1), counts=jnp.stack([after[groups] - count[groups], count[groups]]))
+    counts = jnp.stack([after[groups] - count[groups], count[groups]])
+    return Pieces(table=jnp.stack(fields, axis=1), counts=counts, heights=heights)
 
 
 def _tallest_pieces_first(starts: jax.Array, rows: jax.Array, tallest: int) -> tuple[jax.Array, ...]:

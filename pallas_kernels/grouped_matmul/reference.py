@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.grouped_matmul.pieces import Pieces
 from pallas_kernels.grouped_matmul.tile import Tile
 from pallas_kernels.implementation import Facts
 
@@ -28,6 +29,7 @@ class Reference:
         activation: str | None,
         out_dtype: DTypeLike,
         tile: Tile | None,
+        pieces: Pieces | None,
     ) -> jax.Array:
         every = _einsum("mk,gnk->mgn", lhs, rhs.astype(lhs.dtype))
         member = membership(lhs.shape[0], group_sizes, alignment)[:, :, None]
@@ -44,6 +46,7 @@ class Reference:
         alignment: int,
         out_dtype: DTypeLike,
         tile: Tile | None,
+        pieces: Pieces | None,
     ) -> jax.Array:
         every = _einsum("mn,gnk->mgk", cotangent(dout, out, out_dtype), rhs.astype(out_dtype))
         member = membership(dout.shape[0], group_sizes, alignment)[:, :, None]
@@ -59,6 +62,7 @@ class Reference:
         alignment: int,
         out_dtype: DTypeLike,
         tile: Tile | None,
+        pieces: Pieces | None,
     ) -> jax.Array:
         member = membership(lhs.shape[0], group_sizes, alignment).T[:, :, None]
         mine = [jnp.where(member, x[None], jnp.zeros((), x.dtype)) for x in (cotangent(dout, out, lhs.dtype), lhs)]

@@ -108,19 +108,28 @@ class TileConfig:
         return f"{self.heights[0]}to{self.heights[-1]}by{COLUMNS}x{self.depth}_s{self.stages}"
 
 
-def default_tile_config(*, rows: int, groups: int, depth: int) -> TileConfig:
-    """For groups of `rows / groups` rows on average, measured at the sizes of Nemotron-3 Nano and Super on an H200.
-
-    Up to some 160 rows a group, time is that of reading the matrices. What then counts is to have 130 to 160 KB in
-    flight: with less memory waits, and with more it is slower again.
-    """
+def default_heights(*, rows: int, groups: int) -> tuple[int, ...]:
+    """Heights of the pieces that groups of `rows / groups` rows on average are cut into."""
     mean = rows / groups
     if mean <= 16:
-        return TileConfig(heights=(8, 16), stages=6)
+        return (8, 16)
     if mean <= 48:
-        return TileConfig(heights=(8, 16, 24, 32, 40, 48), stages=6)
+        return (8, 16, 24, 32, 40, 48)
     if mean <= 160:
-        if depth <= 1024 and depth % 128 == 0:  # short products: fewer, longer steps
-            return TileConfig(heights=(64, 80, 96, 112), stages=3, depth=128)
-        return TileConfig(heights=(64, 80, 96, 112, 128), stages=5)
-    return TileConfig(heights=tuple(range(128, 193, 8)), stages=4)
+        return (64, 80, 96, 112)
+    return tuple(range(128, 193, 8))
+
+
+def default_tile_config(heights: tuple[int, ...], *, depth: int) -> TileConfig:
+    """Measured at the sizes of Nemotron-3 Nano and Super on an H200.
+
+    Up to some 160 rows a group, time is that of reading the matrices. What then counts is to have 130 to 180 KB in
+    flight: with less memory waits, and with more it is slower again.
+    """
+    if heights[-1] <= 48:
+        return TileConfig(heights=heights, stages=6)
+    if heights[-1] <= 112:
+        if depth <= 1024 and depth % 128 == 0:  # short sums: fewer, longer steps
+            return TileConfig(heights=heights, stages=3, depth=128)
+        return TileConfig(heights=heights, stages=5)
+    return TileConfig(heights=heights, stages=4)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.grouped_matmul.pieces import Pieces
 from pallas_kernels.grouped_matmul.reference import activate, cotangent, group_bounds
 from pallas_kernels.grouped_matmul.tile import Tile, default_tile, most_tiles
 from pallas_kernels.implementation import Facts, target
@@ -42,6 +43,7 @@ class Xla:
         activation: str | None,
         out_dtype: DTypeLike,
         tile: Tile | None,
+        pieces: Pieces | None,
     ) -> jax.Array:
         result = _zeros((lhs.shape[0], rhs.shape[1]), out_dtype, lhs)
 
@@ -63,6 +65,7 @@ class Xla:
         alignment: int,
         out_dtype: DTypeLike,
         tile: Tile | None,
+        pieces: Pieces | None,
     ) -> jax.Array:
         result = _zeros((dout.shape[0], rhs.shape[2]), out_dtype, dout)
 
@@ -82,6 +85,7 @@ class Xla:
         alignment: int,
         out_dtype: DTypeLike,
         tile: Tile | None,
+        pieces: Pieces | None,
     ) -> jax.Array:
         (m, n), k, groups = dout.shape, lhs.shape[1], group_sizes.shape[0]
         result = _zeros((groups, n, k), out_dtype, lhs)

@@ -1,6 +1,7 @@
 """The implementation for Hopper: what it serves, and how it cuts the work. The kernel is in `mosaic_kernel`."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,9 @@ class Mosaic:
             return f"K is {sizes['named']}; it accepts up to {MOST_NAMED}"
         if sizes["tokens"] * sizes["named"] >= 2**31:
             return f"there are {sizes['tokens'] * sizes['named']} row numbers; it accepts fewer than 2^31"
+        ring = default_ring(sizes["tokens"], sizes["width"], sizes["named"], device.cores)
+        if ring.slots < 2:
+            return f"a block of {ring.tokens} tokens of {sizes['width']} fills more than half of the shared memory"
         return None
 
     def scatter(self, x: jax.Array, rows: jax.Array, n_rows: int) -> jax.Array:
@@ -70,11 +74,14 @@ class Ring:
 
 
 def default_ring(tokens: int, width: int, named: int, cores: int) -> Ring:
-    """Four slots of two tokens and up to four CTAs a core; single tokens where they are few, or wide."""
-    block = 2 if tokens > 2 * cores and width <= WIDEST // 2 else 1
+    """Up to four slots, and up to four CTAs a core, of as few tokens as have their row numbers at whole 16 bytes.
+
+    The TMA unit cannot read at another address: it faults, and only when the kernel runs.
+    """
+    block = 4 // math.gcd(named, 4)
     slot = Ring(tokens=block, slots=1, ctas=1).shared_memory(width, named)
     slots = min(4, (SHARED_MEMORY - RESERVED) // slot)
-    per_core = min(4, SHARED_MEMORY // (slots * slot + RESERVED))
+    per_core = min(4, SHARED_MEMORY // (slots * slot + RESERVED)) if slots else 0
     return Ring(tokens=block, slots=slots, ctas=min(per_core * cores, -(-tokens // block)))
 
 

@@ -3,8 +3,8 @@
 Each token is read once and written K times, so that what remains is the writing of the output: that bounds the time. A
 gather by the inverse permutation would read each token K times, and would need that permutation.
 
-Tokens are taken in blocks of 1 or 2. CTA c of C takes the blocks c, c + C, c + 2 C ... into a ring of slots, each with
-its tokens' rows and their row numbers:
+Tokens are taken in blocks of 1, 2 or 4. CTA c of C takes the blocks c, c + C, c + 2 C ... into a ring of slots, each
+with its tokens' rows and their row numbers:
 
     load     | block 0, 1, 2 | 3             | 4             |
     store    |               | K rows each   | K rows each   | ...    one box a row
@@ -12,8 +12,8 @@ its tokens' rows and their row numbers:
     wait     |               | -             | for group 0   |        its slot then takes block 4
 
 Loads are thus `slots - 1` blocks ahead, and the stores of one block in flight while the next one's are issued. Several
-CTAs a core hide the rest of the latency. Row numbers come through the same ring: a row of them may be of any length, as
-the array is flat to the TMA unit, which reads 16 bytes more where need be and zeros past the end.
+CTAs a core hide the rest of the latency. Row numbers come through the same ring: the array is flat to the TMA unit,
+and a block is as many tokens as have whole 16 bytes of them.
 
 It refuses rows that the TMA unit cannot move as boxes of at most 256 by 128 elements, and what was not measured.
 
@@ -91,6 +91,8 @@ def scatter(x: jax.Array, rows: jax.Array, n_rows: int, ring: Ring) -> jax.Array
         kernel_name=f"scatter_rows_{ring.tokens}x{ring.slots}",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
+    # A last block that is not full gets row numbers that name nothing.
+    rows = jnp.pad(rows, ((0, blocks * ring.tokens - tokens), (0, 0)), constant_values=-1)
     return kernel(x.reshape(tokens, boxes, LANES), rows.reshape(-1)).reshape(n_rows, width)
 
 

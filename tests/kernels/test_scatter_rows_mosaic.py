@@ -43,7 +43,8 @@ class TestMosaic(OnHopper, ScatterRowsContract):
 @pytest.mark.parametrize("tokens", [1, 2, 263, 264, 265, 8192, 1 << 20])
 def test_the_default_ring_fits_and_every_cta_has_a_block(tokens, width, named):
     ring = default_ring(tokens, width, named, H200.cores)
-    assert ring.slots >= 3 and 1 <= ring.tokens <= 2
+    assert ring.slots >= 2 and ring.tokens in (1, 2, 4)
+    assert ring.tokens * named % 4 == 0  # a load at another address than whole 16 bytes faults, on a GPU only
     assert 1 <= ring.ctas <= -(-tokens // ring.tokens)
     per_core = -(-ring.ctas // H200.cores)
     assert per_core * (ring.shared_memory(width, named) + 1024) <= SHARED_MEMORY
