@@ -24,19 +24,22 @@ from nemotron_moe.bench_data import ROUTINGS, random_layer
 from nemotron_moe.bench_measure import Ceilings, Machine, measure
 from nemotron_moe.bench_programs import Programs, Shape, add_checks, add_parts
 from nemotron_moe.bench_rivals import PARTS as RIVALS
-from nemotron_moe.bench_rivals import rival
+from nemotron_moe.bench_rivals import load, rival
 from nemotron_moe.bench_work import PARTS, Product
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.weights import MoEWeights
-from pallas_kernels.bench.device import WALL, Group, LaunchError, Timing, driver, prepare, timer
+from pallas_kernels.bench.device import WALL, Group, Timing, driver, prepare, timer
 from pallas_kernels.bench.rivals import NotPresentError
 from pallas_kernels.bench.timing import conditions
 
 AUTO, XLA = "auto", "xla"
 IMPLEMENTATIONS = (AUTO, *RIVALS, XLA)
 PASSES = ("cool", "hot")
-# Where these run if nobody asks for them: they are slow, and a few cells tell enough.
-USUAL_TOKENS = {XLA: (512, 8192), "huggingface": (8192,)}
+# Where these run if nobody asks for them: they are slow, and one number tells enough.
+USUAL_TOKENS = {XLA: (8192,), "huggingface": (8192,)}
+TOKENS = (8192, 512, 2048, 128)  # what matters most comes first
+REHEAT = 1 / 3  # of the seconds of heating, before each further part of a cell
+COMPILING = 0.5  # of the seconds, at most
 OK, NOT_PRESENT, FAILED, WRONG = "ok", "not present", "failed", "wrong"
 KERNELS = 12  # of a row, the longest
 
@@ -58,8 +61,10 @@ class Options:
       parts, routings, passes: some of `PARTS`, `ROUTINGS` and `PASSES`.
       implementations: some of `IMPLEMENTATIONS`; "auto" is what the layer picks. None means all, where they are usual.
       rounds: of a hot pass, each of which calls every routing once.
+      seconds: after so many no cell is begun, and those which are left have no rows; None means that all are measured.
       draws: routings of a cell.
-      pause, heat: seconds of rest before a cool pass, and of dense products before a hot one.
+      pause, heat: seconds of rest before a cool pass, and of dense products before the first hot one of a cell; a
+        third of them before the others, which find the chip warm.
       read_bytes: size of the buffer whose reading is timed; much larger than any cache.
       commit: of the source; None asks git.
       say: told how far it is.
@@ -69,12 +74,13 @@ class Options:
     """
 
     models: Mapping[str, MoEConfig]
-    tokens: Sequence[int] = (128, 512, 2048, 8192)
+    tokens: Sequence[int] = TOKENS
     parts: Sequence[str] = PARTS
     routings: Sequence[str] = ("uniform",)
     passes: Sequence[str] = PASSES
     implementations: Sequence[str] | None = None
     rounds: int = 2
+    seconds: float | None = None
     draws: int = 8
     pause: float = 2.0
     heat: float = 2.0
@@ -94,6 +100,8 @@ class Options:
         for name, values in (("tokens", self.tokens), ("rounds", [self.rounds]), ("draws", [self.draws])):
             if wrong := [value for value in values if value < 1]:
                 raise ValueError(f"{name} is {wrong[0]}; wanted 1 or more.")
+        if self.seconds is not None and not self.seconds > 0:
+            raise ValueError(f"seconds is {self.seconds}; wanted more than 0.")
 
     def usual(self, implementation: str, tokens: int) -> bool:
         """Whether the implementation is to be measured at this number of tokens."""
@@ -112,29 +120,67 @@ def run(options: Options) -> Iterator[Row]:
 
     A part that fails is a row that says so, and the others are measured.
     """
+    start = time.perf_counter()
+    # The first cells are the most important ones, of every model.
+    cells = [
+        ({"model": model, "tokens": tokens, "routing": routing}, config)
+        for tokens in options.tokens
+        for model, config in options.models.items()
+        for routing in options.routings
+    ]
     programs = Programs(os.cpu_count() or 1)
     try:
-        start = time.perf_counter()
-        for model, config in options.models.items():
-            for tokens in options.tokens:
-                for shape in _shapes(options, config, tokens):
-                    add_parts(programs, model, shape, options.parts)
-                add_checks(programs, model, Shape(config, tokens, None), options.parts)
-        for line in programs.wait():
+        programs.run(functools.partial(load, [name for name in RIVALS if _anywhere(options, name)]))
+        counts = [_add(programs, options, where, config) for where, config in cells]
+        for line in programs.wait(None if options.seconds is None else COMPILING * options.seconds):
             options.say(line)
         options.say(f"compiled in {time.perf_counter() - start:.0f} s")
-        machine = Machine(read_bytes=options.read_bytes, heat=options.heat, pause=options.pause)
-        common = _common(options)
-        for model, config in options.models.items():
-            weights = functools.cache(functools.partial(random_layer, config))
-            for tokens in options.tokens:
-                for routing in options.routings:
-                    where = {"model": model, "tokens": tokens, "routing": routing}
-                    for row in _cell_or_failure(options, machine, programs, weights, config, where):
-                        yield {name: (common | row).get(name) for name in KEYS} | row
-            weights.cache_clear()  # The next model needs the memory.
+        machine = Machine(read_bytes=options.read_bytes, heat=options.heat, pause=options.pause, say=options.say)
+        common, weights, left_out = _common(options), _Weights(), []
+        for (where, config), count in zip(cells, counts, strict=True):
+            passed_s = time.perf_counter() - start
+            if (options.seconds is not None and passed_s > options.seconds) or not programs.ready(count):
+                left_out.append(_words(where))
+                continue
+            options.say(f"{datetime.datetime.now():%H:%M:%S}, after {passed_s:.0f} s: {_words(where)}")
+            of_model = functools.partial(weights.of, where["model"], config)
+            for row in _cell_or_failure(options, machine, programs, of_model, config, where):
+                yield {name: (common | row).get(name) for name in KEYS} | row
+        if left_out:
+            options.say(f"left out, for lack of time: {', '.join(left_out)}")
     finally:
         programs.close()
+
+
+class _Weights:
+    """Of the last model that was asked for: more may not fit."""
+
+    def __init__(self) -> None:
+        self._model: str | None = None
+        self._weights: MoEWeights | None = None
+
+    def of(self, model: str, config: MoEConfig) -> MoEWeights:
+        if self._weights is None or self._model != model:
+            self._weights = None  # The memory is needed.
+            self._model, self._weights = model, random_layer(config)
+        return self._weights
+
+
+def _add(programs: Programs, options: Options, where: Row, config: MoEConfig) -> int:
+    """Begins to compile what a cell runs; how many programs there are then."""
+    model, tokens = where["model"], where["tokens"]
+    try:
+        for shape in _shapes(options, config, tokens):
+            add_parts(programs, model, shape, options.parts)
+        add_checks(programs, model, Shape(config, tokens, None), options.parts)
+    except Exception as error:  # The cell's rows will say what fails.
+        options.say(f"{_words(where)}: {_reason(error)['reason']}")
+    return len(programs)
+
+
+def _anywhere(options: Options, name: str) -> bool:
+    """Whether a rival is to be measured in some cell."""
+    return bool(set(RIVALS[name]) & set(options.parts)) and any(options.usual(name, n) for n in options.tokens)
 
 
 def _common(options: Options) -> Row:
@@ -156,12 +202,16 @@ def _shapes(options: Options, config: MoEConfig, tokens: int) -> list[Shape]:
 
 
 def _cell_or_failure(options: Options, *arguments: Any) -> Iterator[Row]:
+    found = set()
     try:
-        yield from _cell(options, *arguments)
+        for row in _cell(options, *arguments):
+            found.add((row["part"], row["pass"]))
+            yield row
     except Exception as error:  # Such as too little memory for the data.
         for part, which in itertools.product(options.parts, options.passes):
-            row = {"part": part, "format": "bf16", "pass": which, "implementation": AUTO}
-            yield arguments[-1] | row | _reason(error)
+            if (part, which) not in found:
+                row = {"part": part, "format": "bf16", "pass": which, "implementation": AUTO}
+                yield arguments[-1] | row | _reason(error)
 
 
 def _cell(
@@ -184,7 +234,8 @@ def _cell(
                 found[part][name] = _candidate(rival, name, part, cell)
     for which in options.passes:
         for part in options.parts:
-            rows = [where | row for row in _part(options, ceilings, part, which, found[part])]
+            share = REHEAT if which == "hot" and part != options.parts[0] else 1.0
+            rows = [where | row for row in _part(options, ceilings, part, which, share, found[part])]
             yield from rows
             options.say(_line(where, which, part, rows))
     options.say(f"{_words(where)}: {time.perf_counter() - start:.0f} s")
@@ -210,26 +261,20 @@ def _candidate(make: Callable[..., Entry], *arguments: Any) -> Candidate | Row:
 
 
 def _group(entry: Entry) -> Group:
-    if entry.implementation != XLA or timer() == WALL:
-        return prepare(entry.calls)
-    # Its loops take as many turns as the routing has tiles, and the host waits for each of them: few calls, and where
-    # their launches differ, the time that passes.
-    few = entry.calls[:2]
-    try:
-        return prepare(few)
-    except LaunchError:
-        return Group(few, ())
+    # XLA's loops take as many turns as the routing has tiles, and the host waits for each of them: few calls.
+    slow = entry.implementation == XLA and timer() != WALL
+    return prepare(entry.calls[:2] if slow else entry.calls)
 
 
 def _part(
-    options: Options, ceilings: Ceilings, part: str, which: str, found: Mapping[str, Candidate | Row]
+    options: Options, ceilings: Ceilings, part: str, which: str, share: float, found: Mapping[str, Candidate | Row]
 ) -> Iterator[Row]:
     """The rows of one pass."""
     groups = {name: one.group for name, one in found.items() if isinstance(one, Candidate)}
     rounds = options.rounds if which == "hot" else 1
     try:
         work = ceilings.work(part)
-        measured = measure(ceilings, which, work, groups, rounds=rounds, last=[XLA])
+        measured = measure(ceilings, which, work, groups, rounds=rounds, last=[XLA], share=share)
         ceiling = measured.floor_us(work)
         if measured.trouble:
             options.say(f"{which} {part}: timed one by one, not in turn: {measured.trouble}")

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from nemotron_moe.bench_data import biased, random_ids, random_slots
 from nemotron_moe.bench_programs import SAMPLE, Programs, Shape
 from nemotron_moe.bench_work import Product
 from nemotron_moe.config import MoEConfig
+from nemotron_moe.dispatch import Plan
 from nemotron_moe.weights import MoEWeights
 from pallas_kernels.bench.device import Call
 
@@ -56,7 +58,8 @@ class Cell:
         self.block_weights = biased(weights, routing, config)
         self._programs = programs
         seeds = range(tokens, tokens + draws)
-        self._ids = [random_ids(routing, config, tokens, seed) for seed in seeds]
+        with ThreadPoolExecutor(draws) as pool:  # A second each, of the largest.
+            self._ids = list(pool.map(functools.partial(random_ids, routing, config, tokens), seeds))
         self._sizes = [np.bincount(ids.ravel(), minlength=config.n_routed_experts) for ids in self._ids]
         self.ids = [jnp.asarray(ids) for ids in self._ids]
         self.sizes = [jnp.asarray(sizes, jnp.int32) for sizes in self._sizes]
@@ -111,15 +114,26 @@ class Cell:
 
     def _arguments(self, part: str, shape: Shape) -> list[tuple[Any, ...]]:
         up, down = self.weights.experts_up_proj, self.weights.experts_down_proj
-        if part in ("up", "down"):
-            return [(self.rows(part, shape.rows), up if part == "up" else down, sizes) for sizes in self.sizes]
         if part == "plan":
             return [(ids,) for ids in self.ids]
         if part == "block":
             return [(h, self.block_weights) for h in self.h]
-        make_plan = self._programs[self.model, self.tokens, shape.name, "plan"]
-        each = zip(self.x, self.slots, self.ids, strict=True)
-        return [(x, slots, make_plan(ids), up, down) for x, slots, ids in each]
+        plans = self._plans(shape)
+        if part in ("up", "down"):
+            return [(self.rows(part, shape.rows), up if part == "up" else down, plan) for plan in plans]
+        each = zip(self.x, self.slots, plans, strict=True)
+        return [(x, slots, plan, up, down) for x, slots, plan in each]
+
+    def _plans(self, shape: Shape) -> list[Plan]:
+        """Of the routings; made once, before anything is timed."""
+        if shape.name not in self._made:
+            make_plan = self._programs[self.model, self.tokens, shape.name, "plan"]
+            self._made[shape.name] = [make_plan(ids) for ids in self.ids]
+        return self._made[shape.name]
+
+    @functools.cached_property
+    def _made(self) -> dict[str, list[Plan]]:
+        return {}
 
     def judge(self, part: str, rows: int, alignment: int = 1) -> Judge:
         """What checks a result for the first routing: [rows, N] of "up" or "down", or [T, ...]."""

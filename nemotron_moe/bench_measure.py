@@ -12,7 +12,7 @@ import jax
 from nemotron_moe.bench_cell import Cell
 from nemotron_moe.bench_work import Product, floor_us, products
 from pallas_kernels.bench import ceilings
-from pallas_kernels.bench.device import Call, Group, Timing, device_times, prepare
+from pallas_kernels.bench.device import Call, Group, Timing, device_times, prepare, time_alone, timer
 from pallas_kernels.bench.rivals import NotPresentError, find_torch
 
 _CALLS = 4  # of each ceiling, before the implementations and again after them
@@ -45,13 +45,13 @@ class Measured:
 class Machine:
     """The device: what heats it, and the memory whose reading is timed."""
 
-    def __init__(self, *, read_bytes: int, heat: float, pause: float) -> None:
-        self.torch = _torch()
+    def __init__(self, *, read_bytes: int, heat: float, pause: float, say: Callable[[str], Any]) -> None:
+        self.torch, self.say = _torch(), say
         self._seconds = {"hot": heat, "cool": pause}
         self._heat = ceilings.heater(8192 if jax.default_backend() == "gpu" else 64)
         buffer = ceilings.read_buffer(read_bytes)
         self.read_bytes = buffer.nbytes
-        self.reads = _prepared(ceilings.read_calls(buffer, self.torch))
+        self.reads = _prepared(ceilings.read_calls(buffer, self.torch), say)
 
     def before(self, which: str, *, share: float = 1) -> Call:
         """What runs immediately before a pass, "cool" or "hot", or a share of it."""
@@ -74,11 +74,18 @@ class Ceilings:
         """What is to be timed for these products: ("read" or a shape, calls)."""
         for product in work:
             if product.shape not in self._dense:
-                calls = ceilings.dense_calls(*self._cell.dense(product), self.machine.torch)
-                self._dense[product.shape] = _prepared(calls)
+                self._dense[product.shape] = self._prepared_dense(product)
         found: list[tuple[Any, Group]] = [("read", group) for group in self.machine.reads] if work else []
         shapes = dict.fromkeys(product.shape for product in work)
         return found + [(shape, group) for shape in shapes for group in self._dense[shape]]
+
+    def _prepared_dense(self, product: Product) -> list[Group]:
+        try:
+            calls = ceilings.dense_calls(*self._cell.dense(product), self.machine.torch)
+        except Exception as error:  # Without it there is no floor, but there are times.
+            self.machine.say(f"No dense product of {product.shape}: {type(error).__name__}: {str(error)[:200]}")
+            return []
+        return _prepared(calls, self.machine.say)
 
 
 def measure(
@@ -89,6 +96,7 @@ def measure(
     *,
     rounds: int,
     last: Sequence[str] = (),
+    share: float = 1,
 ) -> Measured:
     """Times ceilings, implementations, and ceilings again, in turn and without a pause.
 
@@ -99,17 +107,20 @@ def measure(
       groups: the implementations' calls, by name.
       rounds: how often the implementations take their turn.
       last: those which come once, after the second ceilings: slow ones, on which the chip would cool.
+      share: of the machine's seconds that are spent before the pass.
     """
     machine, ceiling_groups = of_cell.machine, of_cell.groups(work)
     fast = [(name, group) for name, group in groups.items() if name not in last]
     slow = [(name, group) for name, group in groups.items() if name in last]
     sequence = [*ceiling_groups, *fast * rounds, *ceiling_groups, *slow]
     # Together, so that nothing lies between them; one by one if that fails, to tell which of them it was.
-    together = _try(lambda: device_times([group for _, group in sequence], before=machine.before(which)))
+    together = _try(lambda: device_times([group for _, group in sequence], before=machine.before(which, share=share)))
     trouble = together if isinstance(together, Exception) else None
-    results: Sequence[Timing | Exception] = (
-        [_alone(machine, which, group) for _, group in sequence] if isinstance(together, Exception) else together
-    )
+    if isinstance(together, Exception):
+        alone = {group: _alone(machine, which, group) for _, group in sequence}
+        results: Sequence[Timing | Exception] = [alone[group] for _, group in sequence]
+    else:
+        results = together
     timings: dict[str, Timing | Exception] = {}
     for name in groups:
         found = [result for (key, _), result in zip(sequence, results, strict=True) if key == name]
@@ -118,7 +129,7 @@ def measure(
     best: dict[Any, float] = {}  # Of the libraries.
     for key, group in ceiling_groups:
         found = [result for (_, other), result in zip(sequence, results, strict=True) if other is group]
-        if found and not any(isinstance(result, Exception) for result in found):
+        if all(isinstance(result, Timing) and result.timer == timer() for result in found):
             best[key] = min(best.get(key, math.inf), _merged(found).median)
     read_us = best.pop("read", math.nan)
     dense_us = {product.shape: best.get(product.shape, math.nan) for product in work}
@@ -127,11 +138,10 @@ def measure(
 
 
 def _alone(machine: Machine, which: str, group: Group) -> Timing | Exception:
-    results = _try(lambda: device_times([group], before=machine.before(which, share=0.1)))
-    return results if isinstance(results, Exception) else results[0]
+    return _try(lambda: time_alone(group, before=machine.before(which, share=0.1)))
 
 
-def _try(run: Callable[[], list[Timing]]) -> list[Timing] | Exception:
+def _try[Result](run: Callable[[], Result]) -> Result | Exception:
     try:
         return run()
     except Exception as error:  # Whatever a kernel does, the other cells are measured.
@@ -142,16 +152,14 @@ def _merged(timings: Sequence[Any]) -> Timing:
     return dataclasses.replace(timings[0], us=tuple(us for timing in timings for us in timing.us))
 
 
-def _prepared(calls: Mapping[str, Call]) -> list[Group]:
-    """Those that run; at least one must."""
-    groups, error = [], None
-    for call in calls.values():
+def _prepared(calls: Mapping[str, Call], say: Callable[[str], Any]) -> list[Group]:
+    """Those that run."""
+    groups = []
+    for name, call in calls.items():
         try:
             groups.append(prepare([call] * _CALLS))
-        except Exception as failed:
-            error = failed
-    if not groups and error is not None:
-        raise error
+        except Exception as error:
+            say(f"{name} is no ceiling: {type(error).__name__}: {str(error)[:200]}")
     return groups
 
 

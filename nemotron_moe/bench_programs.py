@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -40,7 +41,7 @@ class Shape:
     @property
     def alignment(self) -> int:
         """Each expert's rows begin at a multiple of it."""
-        return getattr(self.abstract_plan, "alignment", 1)
+        return self.abstract_plan.alignment
 
     @property
     def rows(self) -> int:
@@ -50,7 +51,7 @@ class Shape:
     @functools.cached_property
     def name(self) -> str:
         """Of the implementation that multiplies."""
-        lhs, rhs, _ = self.product_arguments("up", self.rows)
+        lhs, rhs = self.product_arguments("up", self.rows)
         chosen = choose(lhs, rhs, group_alignment=self.alignment, implementation=self.implementation)
         return chosen.implementation.name
 
@@ -61,12 +62,13 @@ class Shape:
     def plan(self, ids: jax.Array) -> Plan:
         return make_plan(ids, self.config.n_routed_experts)
 
-    def product(self, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *, activation: str | None) -> jax.Array:
+    def product(self, lhs: jax.Array, rhs: jax.Array, plan: Plan, *, activation: str | None) -> jax.Array:
         return grouped_matmul(
             lhs,
             rhs,
-            sizes,
+            plan.group_sizes,
             group_alignment=self.alignment,
+            pieces=plan.pieces,
             activation=activation,
             implementation=self.implementation,
         )
@@ -77,11 +79,11 @@ class Shape:
     def block(self, h: jax.Array, weights: MoEWeights) -> jax.Array:
         return moe_block(h, weights, self.config, implementation=self.implementation)
 
-    def product_arguments(self, part: str, rows: int) -> tuple[Any, Any, Any]:
-        """The abstract lhs, rhs and sizes of "up" or "down"."""
+    def product_arguments(self, part: str, rows: int) -> tuple[Any, Any]:
+        """The abstract lhs and rhs of "up" or "down"."""
         weights = abstract_weights(self.config)
         rhs = weights.experts_up_proj if part == "up" else weights.experts_down_proj
-        return abstract((rows, rhs.shape[2]), jnp.bfloat16), rhs, abstract((rhs.shape[0],), jnp.int32)
+        return abstract((rows, rhs.shape[2]), jnp.bfloat16), rhs
 
 
 class Programs:
@@ -91,22 +93,48 @@ class Programs:
         self._pool = ThreadPoolExecutor(threads)
         self._found: dict[tuple, Future] = {}
 
-    def add(self, key: tuple, fun: Callable, *arguments: Any) -> None:
-        """Begins to compile `fun` for abstract arguments, unless there is a program of that key."""
+    def add(self, key: tuple, fun: Callable, *arguments: Any, tuned: bool = True) -> None:
+        """Begins to compile `fun` for abstract arguments, unless there is a program of that key.
+
+        Without `tuned`, XLA does not try which algorithms are fast.
+        """
+        options = None if tuned else {"xla_gpu_autotune_level": 0}
         if key not in self._found:
-            self._found[key] = self._pool.submit(lambda: jax.jit(fun).lower(*arguments).compile())
+            work = functools.partial(_compiled, fun, arguments, options)
+            self._found[key] = self._pool.submit(work)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def run(self, work: Callable[[], Any]) -> None:
+        """Begins to do something else meanwhile."""
+        self._pool.submit(work)
 
     def __getitem__(self, key: tuple) -> Any:
         """The program; raises what compiling it raised."""
         return self._found[key].result()
 
-    def wait(self) -> Iterator[str]:
-        """Says how far it is, as the programs become ready."""
+    def wait(self, seconds: float | None = None) -> Iterator[str]:
+        """Says how far it is, as the programs become ready; what has not begun after these seconds is given up."""
+        end = None if seconds is None else time.perf_counter() + seconds
         for number, (key, future) in enumerate(self._found.items(), 1):
-            if error := future.exception():
+            try:
+                error = future.exception(None if end is None else max(end - time.perf_counter(), 0))
+            except TimeoutError:
+                end = None
+                given_up = sum(other.cancel() for other in self._found.values())
+                yield f"{given_up} of {len(self)} programs are given up, for lack of time"
+                error = future.exception() if not future.cancelled() else None
+            except CancelledError:
+                continue
+            if error:
                 yield f"{' '.join(map(str, key))} does not compile: {type(error).__name__}: {str(error)[:200]}"
-            if number % 50 == 0 or number == len(self._found):
-                yield f"{number} of {len(self._found)} programs compiled"
+            if number % 50 == 0 or number == len(self):
+                yield f"{number} of {len(self)} programs compiled"
+
+    def ready(self, count: int) -> bool:
+        """Whether none of the first `count` programs was given up."""
+        return not any(future.cancelled() for future in list(self._found.values())[:count])
 
     def add_data(self, work: Sequence[Product], others: Sequence[tuple[tuple[int, int], bool]]) -> None:
         """Begins to compile dense products of these sizes and what draws their operands, and `others`."""
@@ -124,16 +152,20 @@ class Programs:
         self._pool.shutdown(cancel_futures=True)
 
 
+def _compiled(fun: Callable, arguments: Sequence[Any], options: dict[str, Any] | None) -> Any:
+    return jax.jit(fun).lower(*arguments).compile(compiler_options=options)
+
+
 def add_parts(programs: Programs, model: str, shape: Shape, parts: Collection[str]) -> None:
     """Begins to compile what runs these parts, what checks them, and what draws their data."""
     config, tokens, key = shape.config, shape.tokens, (model, shape.tokens, shape.name)
     ids, slots, x, h, weights = _inputs(config, tokens)
     up, down = weights.experts_up_proj, weights.experts_down_proj
-    if {"plan", "routed"} & set(parts):
+    if {"up", "down", "plan", "routed"} & set(parts):
         programs.add((*key, "plan"), shape.plan, ids)
     for part in ACTIVATION.keys() & set(parts):
         fun = functools.partial(shape.product, activation=ACTIVATION[part])
-        programs.add((*key, part), fun, *shape.product_arguments(part, shape.rows))
+        programs.add((*key, part), fun, *shape.product_arguments(part, shape.rows), shape.abstract_plan)
     if "routed" in parts:
         programs.add((*key, "routed"), shape.routed, x, slots, shape.abstract_plan, up, down)
     if "block" in parts:
@@ -156,17 +188,19 @@ def add_checks(programs: Programs, model: str, shape: Shape, parts: Collection[s
     for part in ACTIVATION.keys() & set(parts):
         fun = functools.partial(check.product_error, activation=ACTIVATION[part])
         for rows in {shape.rows, tokens * config.num_experts_per_tok}:
-            lhs, rhs, _ = shape.product_arguments(part, rows)
+            lhs, rhs = shape.product_arguments(part, rows)
             out = abstract((rows, rhs.shape[1]), jnp.bfloat16)
-            programs.add((model, tokens, "check", part, rows), fun, out, lhs, rhs, abstract((12, 4), jnp.int32))
+            programs.add(
+                (model, tokens, "check", part, rows), fun, out, lhs, rhs, abstract((12, 4), jnp.int32), tuned=False
+            )
     sample = {part: abstract((min(tokens, count),), jnp.int32) for part, count in SAMPLE.items()}
     if "routed" in parts:
         arguments = x, sample["routed"], x, slots, ids, weights.experts_up_proj, weights.experts_down_proj
-        programs.add((model, tokens, "check", "routed"), check.routed_error, *arguments)
+        programs.add((model, tokens, "check", "routed"), check.routed_error, *arguments, tuned=False)
     if "block" in parts:
-        programs.add((model, tokens, "route"), functools.partial(_route, config=config), h, weights)
+        programs.add((model, tokens, "route"), functools.partial(_route, config=config), h, weights, tuned=False)
         fun = functools.partial(check.block_error, config=config)
-        programs.add((model, tokens, "check", "block"), fun, h, sample["block"], h, ids, weights)
+        programs.add((model, tokens, "check", "block"), fun, h, sample["block"], h, ids, weights, tuned=False)
 
 
 def _key() -> Any:

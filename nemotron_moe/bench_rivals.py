@@ -1,6 +1,7 @@
 """What users could run instead of our layer, as entries of the benchmark."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +12,16 @@ from nemotron_moe.bench_cell import Cell, Entry
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.weights import MoEWeights
 from pallas_kernels.bench.device import Call
-from pallas_kernels.bench.rivals import TorchExperts, TorchRouting, find, find_torch, to_jax, to_torch, tokamax_product
+from pallas_kernels.bench.rivals import (
+    NotPresentError,
+    TorchExperts,
+    TorchRouting,
+    find,
+    find_torch,
+    to_jax,
+    to_torch,
+    tokamax_product,
+)
 
 # What each can run.
 PARTS: dict[str, tuple[str, ...]] = {
@@ -19,6 +29,16 @@ PARTS: dict[str, tuple[str, ...]] = {
     "huggingface": ("block",),
     "tokamax": ("up", "down"),
 }
+
+_MODELING = "transformers.models.nemotron_h.modeling_nemotron_h"
+_MODULES = {"torch_grouped_mm": ("torch",), "huggingface": ("torch", "transformers", _MODELING)}
+
+
+def load(names: Collection[str]) -> None:
+    """Imports what these rivals need, if it is here: it takes seconds, which nothing else need wait for."""
+    for module in dict.fromkeys(module for name in names for module in _MODULES.get(name, ())):
+        with contextlib.suppress(NotPresentError):
+            find(module)
 
 
 def rival(name: str, part: str, cell: Cell) -> Entry:
@@ -61,7 +81,7 @@ def hugging_face_block(config: MoEConfig, weights: MoEWeights) -> tuple[Any, Cal
       NotPresentError: if torch or transformers, or the latter's Nemotron-H, is not here.
     """
     torch, transformers = find_torch(), find("transformers")
-    modeling = find("transformers.models.nemotron_h.modeling_nemotron_h")
+    modeling = find(_MODELING)
     theirs = transformers.NemotronHConfig(
         layers_block_type=["moe"],
         hidden_size=config.hidden_size,

@@ -131,17 +131,20 @@ def _add_bench(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     some: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
     bench.add_argument("--models", **some, default=["nano", "super"], help="of nano super ultra (default: nano super)")
-    bench.add_argument("--tokens", nargs="+", type=int, metavar="T", help="(default: 128 512 2048 8192)")
+    bench.add_argument("--tokens", nargs="+", type=int, metavar="T", help="in this order (default: 8192 512 2048 128)")
     bench.add_argument("--parts", **some, help="of up down plan routed block (default: all)")
     bench.add_argument("--routings", **some, help="of uniform zipf one (default: uniform)")
     bench.add_argument("--passes", **some, help="of cool hot (default: both)")
     bench.add_argument(
         "--implementations",
         **some,
-        help="of auto torch_grouped_mm huggingface tokamax xla; auto is what the layer picks (default: all, xla with "
-        "512 and 8192 tokens only, huggingface with 8192 only)",
+        help="of auto torch_grouped_mm huggingface tokamax xla; auto is what the layer picks (default: all, xla and "
+        "huggingface with 8192 tokens only)",
     )
     bench.add_argument("--rounds", type=int, metavar="N", help="of each hot pass (default: 2)")
+    bench.add_argument(
+        "--seconds", type=float, metavar="N", help="begin no cell (a model with a number of tokens) after N seconds"
+    )
     bench.add_argument("--output", metavar="FILE", help="append the results to it, one JSON object a line")
     bench.add_argument("--commit", metavar="TEXT", help="the source's, where git cannot tell")
     bench.set_defaults(run=_bench)
@@ -199,7 +202,7 @@ def _bench(options: argparse.Namespace) -> int:
     known = {"nano": nm.presets.NANO, "super": nm.presets.SUPER, "ultra": nm.presets.ULTRA}
     if unknown := sorted(set(options.models) - set(known)):
         raise ValueError(f"models has {unknown}; wanted some of {list(known)}.")
-    names = ("tokens", "parts", "routings", "passes", "implementations", "rounds", "commit")
+    names = ("tokens", "parts", "routings", "passes", "implementations", "rounds", "seconds", "commit")
     asked = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     models = {name: known[name] for name in options.models}
     chosen = bench.Options(models=models, say=lambda line: print(line, file=sys.stderr, flush=True), **asked)

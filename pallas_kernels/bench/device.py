@@ -5,6 +5,7 @@ NVIDIA GPU the wall clock stands in, so that benchmarks run anywhere; `Timing.ti
 """
 
 import dataclasses
+import functools
 import statistics
 import subprocess
 import sys
@@ -13,9 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 Call = Callable[[], Any]
 CUPTI, WALL = "cupti", "wall"
+_MARK = "atan2"  # in the name of the kernel that stands between groups
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,8 +27,10 @@ class Timing:
     """What several calls of one function took.
 
     Attributes:
-      us: microseconds of each call.
-      kernels: (name, median microseconds) of each kernel of one call, in the order of their launches.
+      us: microseconds of each call; of their mean alone if their kernels are not the same, so that none can be told
+        from the next.
+      kernels: (name, microseconds) of the kernels of one call, in the order of their launches: the median of each, or
+        the mean of all of a name where the calls cannot be told apart.
       timer: "cupti" or "wall".
     """
 
@@ -37,68 +43,78 @@ class Timing:
         return statistics.median(self.us)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Group:
-    """Calls of one function that are timed one after the other, and the names of the kernels that each launches.
-
-    Without names they are timed by the wall clock.
-    """
+    """Calls of one function that are timed one after the other."""
 
     calls: Sequence[Call]
-    kernels: tuple[str, ...]
 
 
 class LaunchError(RuntimeError):
-    """The recorded kernels are not those that the calls launch."""
+    """The records do not tell which kernels are whose."""
 
 
 def device_time(calls: Sequence[Call], *, before: Call | None = None) -> Timing:
-    """Times `calls`, one after the other, after running them to warm up; `before` runs immediately before them.
-
-    Raises:
-      LaunchError: if the calls do not launch the same kernels each.
-    """
-    return device_times([prepare(calls)], before=before)[0]
+    """Times `calls`, one after the other, after running them to warm up; `before` runs immediately before them."""
+    return time_alone(prepare(calls), before=before)
 
 
 def prepare(calls: Sequence[Call]) -> Group:
-    """Compiles and warms up the calls, and finds out which kernels each launches.
-
-    Raises:
-      LaunchError: if the number of kernels is not the same for each.
-    """
+    """Compiles and warms up the calls."""
     for _ in range(2):  # XLA records a program as a graph when it runs for the second time.
         _run_all(calls)
-    if timer() == WALL:
-        return Group(calls, ())
-    names = [name for name, _ in _recorded(lambda: _run_all(calls))]
-    if not names or len(names) % len(calls):
-        raise LaunchError(f"{len(calls)} calls launched {len(names)} kernels; wanted a multiple, each call the same.")
-    return Group(calls, tuple(names[: len(names) // len(calls)]))
+    return Group(calls)
 
 
 def device_times(groups: Sequence[Group], *, before: Call | None = None) -> list[Timing]:
-    """Times the groups' calls in turn, with nothing between the groups but waiting for the device.
+    """Times the groups' calls in turn, with nothing between the groups but a tiny kernel that marks where one ends.
 
     Args:
-      groups: from `prepare`. One group may stand in several places. Those for the wall clock come after all others.
+      groups: from `prepare`. One group may stand in several places.
       before: runs immediately before the first call, such as work that heats the chip. It is not timed.
 
     Raises:
-      LaunchError: if the kernels recorded are not those of the groups.
+      LaunchError: if the marks are not recorded, or nothing between two of them.
     """
-    recorded = [group for group in groups if group.kernels]
-    if recorded:
-        records = _recorded(lambda: _run_groups(recorded, before))
-    elif before is not None:
+    if timer() == WALL:
+        if before is not None:
+            synchronize(before())
+        return [_wall_time(group) for group in groups]
+    mark = _marker()
+    synchronize(mark())
+
+    def run() -> None:
+        if before is not None:
+            synchronize(before())
+        for group in groups:
+            synchronize(mark())
+            _run_all(group.calls)
+        synchronize(mark())
+
+    between: list[list[tuple[str, float]]] = [[]]
+    for name, us in _recorded(run):
+        if _MARK in name:
+            between.append([])
+        else:
+            between[-1].append((name, us))
+    if len(between) != len(groups) + 2:
+        raise LaunchError(f"{len(between) - 1} marks are recorded; wanted {len(groups) + 1}.")
+    return [_timing(group, records) for group, records in zip(groups, between[1:-1], strict=True)]
+
+
+def time_alone(group: Group, *, before: Call | None = None) -> Timing:
+    """Times one group whatever is recorded: all of it is the group's, and without any the time that passes counts.
+
+    `before` runs before recording begins.
+    """
+    if before is not None:
         synchronize(before())
-    timings = []
-    launches = [len(group.calls) * len(group.kernels) for group in groups]
-    end = len(records) - sum(launches) if recorded else 0  # What `before` launched is in front.
-    for group, count in zip(groups, launches, strict=True):
-        start, end = end, end + count
-        timings.append(_timing(group, records[max(start, 0) : max(end, 0)]) if count else _wall_time(group))
-    return timings
+    if timer() != WALL:
+        try:
+            return _timing(group, _recorded(lambda: _run_all(group.calls)))
+        except Exception:  # If it is not the recording that fails but a call, it fails again.
+            pass
+    return _wall_time(group)
 
 
 def synchronize(result: Any = None) -> None:
@@ -130,11 +146,11 @@ def _run_all(calls: Sequence[Call]) -> None:
     synchronize(result)
 
 
-def _run_groups(groups: Sequence[Group], before: Call | None) -> None:
-    if before is not None:
-        synchronize(before())
-    for group in groups:
-        _run_all(group.calls)
+@functools.cache
+def _marker() -> Call:
+    """Launches one kernel, whose name no other has."""
+    angle = jnp.ones((), jnp.float32)
+    return functools.partial(jax.jit(lax.atan2), angle, angle)  # XLA calls it "wrapped_atan2".
 
 
 def _recorded(run: Call) -> list[tuple[str, float]]:
@@ -153,20 +169,25 @@ def _recorded(run: Call) -> list[tuple[str, float]]:
 
 
 def _timing(group: Group, records: Sequence[tuple[str, float]]) -> Timing:
-    step = len(group.kernels)
-    calls = [records[start : start + step] for start in range(0, step * len(group.calls), step)]
+    if not records:
+        raise LaunchError(f"No kernel of {len(group.calls)} calls is recorded.")
+    count = len(group.calls)
+    step = -(-len(records) // count)
+    calls = [records[start : start + step] for start in range(0, step * count, step)]
     # Calls follow each other, but kernels of one call that do not depend on each other may end in any order.
-    order = sorted(range(step), key=group.kernels.__getitem__)
     by_name = [sorted(call, key=lambda record: record[0]) for call in calls]
-    wanted = [group.kernels[place] for place in order]
-    for call in by_name:
-        if (seen := [name for name, _ in call]) != wanted:
-            differing = sorted(set(seen) ^ set(wanted)) or seen
-            raise LaunchError(f"A call is recorded with {len(seen)} kernels, wanted {step}; see {differing[:4]}.")
-    medians = [statistics.median(us for _, us in column) for column in zip(*by_name, strict=True)]
-    at_place = dict(zip(order, medians, strict=True))
-    kernels = tuple((name, at_place[place]) for place, name in enumerate(group.kernels))
-    return Timing(us=tuple(sum(us for _, us in call) for call in calls), kernels=kernels, timer=CUPTI)
+    names = [[name for name, _ in call] for call in by_name]
+    if names == names[:1] * count:
+        medians = [statistics.median(us for _, us in column) for column in zip(*by_name, strict=True)]
+        order = sorted(range(step), key=lambda place: calls[0][place][0])
+        at_place = dict(zip(order, medians, strict=True))
+        kernels = tuple((name, at_place[place]) for place, (name, _) in enumerate(calls[0]))
+        return Timing(us=tuple(sum(us for _, us in call) for call in calls), kernels=kernels, timer=CUPTI)
+    # Such as copies, which are a kernel at one time and none at another, or loops that turn as often as data says.
+    total: dict[str, float] = {}
+    for name, us in records:
+        total[name] = total.get(name, 0.0) + us / count
+    return Timing(us=(sum(total.values()),), kernels=tuple(total.items()), timer=CUPTI)
 
 
 def _wall_time(group: Group) -> Timing:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shlex
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from layers import TINY_D, TINY_L
 
-from nemotron_moe import bench, bench_check, bench_data, bench_rivals, bench_table, cli
+from nemotron_moe import bench, bench_check, bench_data, bench_measure, bench_rivals, bench_table, cli
 from nemotron_moe.bench_programs import Shape
 from nemotron_moe.bench_work import PARTS, Product, floor_us, products
 from pallas_kernels.bench import device
@@ -152,32 +153,132 @@ def test_a_wrong_band_of_columns_is_seen():
     assert unwritten
 
 
-def test_kernels_are_told_apart_by_their_launches(monkeypatch):
-    launched = []
-    monkeypatch.setattr(device, "timer", lambda: device.CUPTI)
+def launch(*kernels):
+    return lambda: LAUNCHED.extend(kernels)
+
+
+LAUNCHED: list = []
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    """A GPU whose kernels are those that `launch` says, and one at each mark."""
 
     def recorded(run):
-        launched.clear()
+        LAUNCHED.clear()
         run()
-        return list(launched)
+        return list(LAUNCHED)
 
-    def launch(*kernels):
-        return lambda: launched.extend(kernels)
-
+    for module in (device, bench, bench_measure):
+        monkeypatch.setattr(module, "timer", lambda: device.CUPTI)
     monkeypatch.setattr(device, "_recorded", recorded)
+    monkeypatch.setattr(device, "_marker", lambda: launch(("wrapped_atan2", 0.5)))
+
+
+def test_kernels_are_told_apart_by_marks(recorder):
     one = device.prepare([launch(("a", 1.0), ("b", 2.0)), launch(("b", 2.0), ("a", 3.0))])  # in any order
     other = device.prepare([launch(("c", 5.0))])
-    assert one.kernels == ("a", "b")
     timings = device.device_times([one, other, one], before=launch(("heat", 9.0), ("heat", 9.0)))
     assert [timing.us for timing in timings] == [(3.0, 5.0), (5.0,), (3.0, 5.0)]
     assert timings[0].median == 4.0 and timings[0].kernels == (("a", 2.0), ("b", 2.0))
-    assert device.device_time([launch(("c", 5.0))]).us == (5.0,)
-    with pytest.raises(device.LaunchError, match="2 calls launched 3 kernels"):
-        device.prepare([launch(("a", 1.0), ("b", 2.0)), launch(("a", 1.0))])
-    with pytest.raises(device.LaunchError, match=r"A call is recorded with 2 kernels, wanted 2; see \['b', 'z'\]"):
-        device.device_times([device.Group(one.calls, ("a", "z"))])
-    with pytest.raises(device.LaunchError, match="A call is recorded with 1 kernels, wanted 2"):
-        device.device_times([device.Group(one.calls[:1] + other.calls, ("a", "b"))])
+    assert device.device_time([launch(("c", 5.0))], before=launch(("heat", 9.0))).us == (5.0,)
+
+
+@pytest.mark.parametrize(
+    "second, kernels",
+    [
+        ([("a", 3.0)], (("a", 2.0), ("memcpy32_post", 2.0))),  # a copy that is no kernel this time
+        ([("memcpy32_post", 1.0), ("a", 2.0), ("a", 2.0)], (("a", 2.5), ("memcpy32_post", 2.5))),
+        ([("a", 1.0), ("b", 3.0)], (("a", 1.0), ("memcpy32_post", 2.0), ("b", 1.5))),  # as many, but others
+        ([], (("a", 0.5), ("memcpy32_post", 2.0))),
+    ],
+)
+def test_calls_that_launch_different_kernels_are_timed_by_their_mean(recorder, second, kernels):
+    calls = [launch(("a", 1.0), ("memcpy32_post", 4.0)), launch(*second)]
+    same = device.prepare([launch(("c", 5.0))] * 2)
+    group = device.prepare(calls)
+    timings = device.device_times([same, group, same])
+    assert [timing.us for timing in (timings[0], timings[2])] == [(5.0, 5.0)] * 2
+    for timing in (timings[1], device.time_alone(group)):
+        assert (timing.timer, timing.median) == ("cupti", pytest.approx(sum(us for _, us in kernels)))
+        assert timing.kernels == kernels
+
+
+def test_without_records_the_time_that_passes_counts(recorder, monkeypatch):
+    kernel, none = device.Group([launch(("c", 5.0))]), device.Group([launch()])
+    with pytest.raises(device.LaunchError, match="No kernel of 1 calls is recorded"):
+        device.device_times([kernel, none])
+    assert device.time_alone(none).timer == "wall" and device.time_alone(kernel).timer == "cupti"
+    monkeypatch.setattr(device, "_marker", lambda: launch())
+    with pytest.raises(device.LaunchError, match="0 marks are recorded; wanted 2"):
+        device.device_times([kernel])
+
+    def broken(run):
+        run()
+        raise RuntimeError("CUPTI_ERROR_NOT_INITIALIZED")
+
+    monkeypatch.setattr(device, "_recorded", broken)
+    assert device.time_alone(kernel).timer == "wall"
+    rows = list(bench.run(options(parts=("plan", "routed"), implementations=("auto",))))
+    assert len(rows) == 4 and all(row["timer"] == "wall" and row["us"] > 0 for row in rows) and bench.passed(rows)
+    assert all(row["share"] is None for row in rows)  # a floor by another clock would tell nothing
+
+
+def test_one_failure_while_timing_leaves_the_others(recorder, monkeypatch):
+    """A rival whose call breaks after it was checked."""
+
+    def recorded(run):
+        run()
+        return [("wrapped_atan2", 1.0)]  # Nothing is told apart.
+
+    monkeypatch.setattr(device, "_recorded", recorded)
+    calls = iter(range(1000))
+
+    def breaks():
+        if next(calls) > 1:
+            raise RuntimeError("illegal address")
+
+    entry = bench.Entry("plan", "torch_grouped_mm", [breaks], lambda: (0.0, False))
+    monkeypatch.setattr(bench, "RIVALS", {"torch_grouped_mm": ("plan",)})
+    monkeypatch.setattr(bench, "rival", lambda *_: entry)
+    rows = list(bench.run(options(parts=("plan", "up"), passes=("hot",), implementations=("auto", "torch_grouped_mm"))))
+    assert [(row["part"], row.get("status")) for row in rows] == [("plan", None), ("plan", "failed"), ("up", None)]
+    assert rows[1]["reason"] == "RuntimeError: illegal address"
+
+
+def test_a_failure_within_a_cell_repeats_no_row(monkeypatch):
+    part = bench._part
+
+    def breaks(options, ceilings, name, *rest):
+        if name == "up":
+            raise RuntimeError("no floor")
+        return part(options, ceilings, name, *rest)
+
+    monkeypatch.setattr(bench, "_part", breaks)
+    rows = list(bench.run(options(parts=("plan", "up"), passes=("hot",), implementations=("auto",))))
+    assert [(row["part"], row.get("status")) for row in rows] == [("plan", None), ("up", "failed")]
+
+
+def test_cells_that_there_is_no_time_for_are_left_out(monkeypatch):
+    said, models = [], {"one": TINY_L, "two": TINY_D}
+    quick = {"models": models, "tokens": (24, 8), "parts": ("plan",), "passes": ("hot",), "implementations": ("auto",)}
+    rows = list(bench.run(options(**quick, seconds=1e-3, say=said.append)))
+    assert rows == [] and bench.passed(rows)
+    assert said[-1] == f"left out, for lack of time: {', '.join(f'{m} {t} uniform' for t in (24, 8) for m in models)}"
+    rows = list(bench.run(options(**quick, seconds=1e3, say=said.append)))
+    assert [(row["tokens"], row["model"]) for row in rows] == [(24, "one"), (24, "two"), (8, "one"), (8, "two")]
+    assert not said[-1].startswith("left out") and any(", after " in line for line in said)
+
+
+def test_what_is_not_compiled_in_time_is_given_up():
+    programs, begin = bench.Programs(1), threading.Event()
+    programs.run(begin.wait)
+    programs.add(("a",), jnp.sin, jax.ShapeDtypeStruct((2,), jnp.float32))
+    programs.add(("b",), jnp.sin, jax.ShapeDtypeStruct((3,), jnp.float32), tuned=False)
+    assert list(programs.wait(0.01)) == ["2 of 2 programs are given up, for lack of time"]
+    assert programs.ready(0) and not programs.ready(1)
+    begin.set()
+    programs.close()
 
 
 ROW = {
@@ -248,6 +349,7 @@ def test_the_command_appends_its_rows(monkeypatch, capsys, tmp_path, absent):
         (["--implementations", "mosaic"], ["implementations has ['mosaic']", "'auto'"]),
         (["--tokens", "0"], ["tokens is 0", "1 or more"]),
         (["--rounds", "-1"], ["rounds is -1", "1 or more"]),
+        (["--seconds", "0"], ["seconds is 0", "more than 0"]),
         (["--output", "/nowhere/at/all"], ["/nowhere/at/all"]),
     ],
 )
