@@ -68,7 +68,10 @@ def products(
     steps = depth // tile.depth
     tallest = tile.heights[-1]
     bands = pl.cdiv(columns, COLUMNS)  # of columns: a tile is a piece's part of one
-    has_half_band = columns % COLUMNS > 0  # the last is then 64 wide
+    # The last band may be 64 columns short. With contract=1 those are no whole part of a slot: they are then loaded (as
+    # zeros), multiplied, and not stored.
+    is_short = columns % COLUMNS > 0
+    has_half_band = is_short and contract == 2
 
     def body(  # type: ignore[no-untyped-def]
         lhs_ref, rhs_ref, table_ref, counts_ref, out_ref, matrix, rows, result, zeros, full, empty
@@ -176,6 +179,12 @@ def products(
                             gap = out_ref.at[pl.ds(row + count + (above - 1), 1), pl.ds(column, width)]
                             plgpu.copy_smem_to_gmem(zero_row.at[:, pl.ds(0, width)], gap)
 
+            def in_range(column: Any, run: Any) -> None:
+                if is_short and not has_half_band:
+                    pl.when(column < columns)(run)
+                else:
+                    run()
+
             def one_tile(pair: Any, _: None) -> None:
                 turn = pair * 2 + warpgroup
                 piece, band = locate(core + turn * cores)
@@ -207,8 +216,17 @@ def products(
                             if activation == "relu2":
                                 part = jnp.maximum(part, 0.0)
                                 part = part * part
-                            store(part.astype(out_ref.dtype), column + start, row, count, height)
-                        clear_gap(column, row, count, width)
+                            part = part.astype(out_ref.dtype)
+                            in_range(
+                                column + start,
+                                functools.partial(store, part, column + start, row, count, height),
+                            )
+                        step_of_gap = BAND if is_short and not has_half_band else width
+                        for start in range(0, width, step_of_gap):
+                            in_range(
+                                column + start,
+                                functools.partial(clear_gap, column + start, row, count, step_of_gap),
+                            )
 
                 by_shape(piece, band, compute)
 

@@ -6,6 +6,7 @@ contract of those that let rows, matrices and result differ in dtype.
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,8 @@ class GroupedMatmulContract:
             return jax.vjp(lambda lhs, rhs: self.gmm(lhs, rhs, sizes, **options), lhs, rhs)[1](dout)
 
         return jax.jit(both)(lhs, rhs)
+
+    remat = staticmethod(jax.checkpoint)
 
     def compile(self, fun, *args):
         return jax.jit(fun).lower(*args).compile()
@@ -303,7 +306,7 @@ class GroupedMatmulContract:
             return jax.vmap(one)(lhs, rhs, sizes)
 
         def scanned(lhs, rhs):
-            return jax.lax.scan(lambda carry, x: (carry, jax.checkpoint(one)(*x)), 0, (lhs, rhs, sizes))[1]
+            return jax.lax.scan(lambda carry, x: (carry, self.remat(one)(*x)), 0, (lhs, rhs, sizes))[1]
 
         grads = [jax.jit(jax.grad(loss(fun), (0, 1)))(lhs, rhs) for fun in (mapped, scanned)]
         assert_within(mapped(lhs, rhs), f64(want), limit)
@@ -327,7 +330,7 @@ class GroupedMatmulContract:
         for fun in (loss, jax.grad(loss, (0, 1))):
             assert "callback" not in str(jax.make_jaxpr(fun)(lhs, rhs, sizes))
             text = self.compile(fun, lhs, rhs, sizes).as_text()
-            assert "xla_ffi_python" not in text and "scatter(" not in text
+            assert "xla_ffi_python" not in text and not re.search(r'\bscatter"?\(', text)
 
     def test_forward_mode_says_that_it_is_missing(self):
         lhs, rhs = operands(8, *self.small, 1, self.dtypes[0])

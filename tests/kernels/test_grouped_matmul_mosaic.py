@@ -1,8 +1,17 @@
 """The Hopper kernel: the contract, and what is its own."""
 
+import jax
 import jax.numpy as jnp
-from kernels.grouped_matmul_contract import GroupedMatmulContract
-from kernels.hopper import OnHopper
+import pytest
+from bounds import bound
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from kernels.grouped_matmul_contract import GroupedMatmulContract, assert_within, operands
+from kernels.hopper import OnHopper, has_hopper
+
+from pallas_kernels.grouped_matmul import TileConfig, cut_for_kernels, grouped_matmul
+from pallas_kernels.implementation import H200, compiling_for
+
+SIZES = (0, 70, 1, 129, 40)
 
 
 class TestMosaic(OnHopper, GroupedMatmulContract):
@@ -10,5 +19,80 @@ class TestMosaic(OnHopper, GroupedMatmulContract):
     dtypes = (jnp.bfloat16,)
     alignments = (8,)
     row_multiple = 8
-    small = middle = (128, 64)
-    widths = ((192, 128), (320, 64))
+    small, middle = (128, 64), (64, 192)  # (N, K): whole bands of columns, and short ones in both directions
+    widths = ((192, 128), (320, 64), (64, 192))
+
+    @staticmethod
+    def remat(fun):
+        """The interpreter's ordered callbacks cannot be in a checkpoint; a kernel can."""
+        return jax.checkpoint(fun) if has_hopper() else fun
+
+    def compile(self, fun, *args):
+        """For CUDA, without the interpreter and its callbacks."""
+        with plgpu.force_gpu_interpret_mode(None):
+            return jax.jit(lambda *args: fun(*args)).trace(*args).lower(lowering_platforms=("cuda",))
+
+    def test_works_under_shard_map_with_replicated_matrices(self):
+        if has_hopper():
+            super().test_works_under_shard_map_with_replicated_matrices()
+        else:  # the mesh's own devices decide, and these are no GPUs
+            with pytest.raises(ValueError, match=r"'mosaic' refuses: .* not on cpu"):
+                super().test_works_under_shard_map_with_replicated_matrices()
+
+    @pytest.mark.parametrize(
+        "tile",
+        [
+            TileConfig(heights=(8,), stages=2),
+            TileConfig(heights=(8, 32, 56), stages=3),
+            TileConfig(heights=(16, 192), stages=4),
+            TileConfig(heights=(64, 80, 96, 112), stages=2, depth=128),
+        ],
+        ids=lambda tile: tile.label,
+    )
+    def test_every_tile_gives_the_same_product(self, tile):
+        m = self.rows(SIZES, spare=30)
+        lhs, rhs = operands(m, 320, 256, len(SIZES), jnp.bfloat16)
+        want, size = self.oracle(lhs, rhs, SIZES)
+        got = self.gmm(lhs, rhs, jnp.array(SIZES), tile=tile)
+        assert_within(got, want, bound(jnp.bfloat16, 256, size))
+        assert not got[~self.in_groups(SIZES, m)].any()
+
+    def test_pieces_that_are_made_once_serve_both_directions(self):
+        m = self.rows(SIZES, spare=16)
+        lhs, rhs = operands(m, 128, 64, len(SIZES), jnp.bfloat16)
+        sizes, dout = jnp.array(SIZES), jnp.ones((m, 128), jnp.bfloat16)
+        pieces = cut_for_kernels(sizes, m)
+        assert (self.gmm(lhs, rhs, sizes, pieces=pieces) == self.gmm(lhs, rhs, sizes)).all()
+        for got, want in zip(
+            self.gradients(lhs, rhs, sizes, dout, pieces=pieces), self.gradients(lhs, rhs, sizes, dout), strict=True
+        ):
+            assert (got == want).all()
+        with pytest.raises(ValueError, match=r"pieces were cut for heights \(.*but tile has \(8,\)"):
+            self.gmm(lhs, rhs, sizes, pieces=pieces, tile=TileConfig(heights=(8,), stages=2))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"lhs": jnp.ones((64, 64))}, "lhs is float32; it takes bfloat16"),
+        ({"rhs": jnp.ones((2, 128, 64))}, "rhs is float32; it takes bfloat16"),
+        ({"out_dtype": jnp.float32}, "out is float32; it takes bfloat16"),
+        ({"rhs": jnp.ones((2, 72, 64), jnp.bfloat16)}, "columns is 72; it takes multiples of 64"),
+        ({"lhs": jnp.ones((63, 64), jnp.bfloat16)}, "rows is 63; it takes multiples of 8"),
+        ({"group_alignment": 4}, "alignment is 4; it takes multiples of 8"),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_said(change, message):
+    good = {"lhs": jnp.ones((64, 64), jnp.bfloat16), "rhs": jnp.ones((2, 128, 64), jnp.bfloat16)}
+    with compiling_for(H200), pytest.raises(ValueError, match=f"'mosaic' refuses: {message}"):
+        grouped_matmul(
+            **({"group_sizes": jnp.array([8, 8]), "group_alignment": 8} | good | change), implementation="mosaic"
+        )
+
+
+@pytest.mark.quick
+def test_without_kernels_there_are_no_pieces():
+    assert has_hopper() or cut_for_kernels(jnp.array([3, 4]), 16) is None
+    with compiling_for(H200):
+        assert cut_for_kernels(jnp.array([3, 4]), 16) is not None
