@@ -14,7 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import jax
 
@@ -63,6 +63,7 @@ class Options:
       rounds: of a hot pass, each of which calls every routing once.
       seconds: after so many no cell is begun, and those which are left have no rows; None means that all are measured.
       draws: routings of a cell.
+      lock: a file by which several runs on one GPU compile together and then measure one after the other.
       pause, heat: seconds of rest before a cool pass, and of dense products before the first hot one of a cell; a
         third of them before the others, which find the chip warm.
       read_bytes: size of the buffer whose reading is timed; much larger than any cache.
@@ -81,6 +82,7 @@ class Options:
     implementations: Sequence[str] | None = None
     rounds: int = 2
     seconds: float | None = None
+    lock: str | None = None
     draws: int = 8
     pause: float = 2.0
     heat: float = 2.0
@@ -120,9 +122,14 @@ def run(options: Options) -> Iterator[Row]:
 
     A part that fails is a row that says so, and the others are measured.
     """
+    with open(options.lock or os.devnull, "a") as file:
+        yield from _run(options, _Turn(file if options.lock else None))
+
+
+def _run(options: Options, turn: "_Turn") -> Iterator[Row]:
     start = time.perf_counter()
     # The first cells are the most important ones, of every model.
-    cells = [
+    cells: list[tuple[Row, MoEConfig]] = [
         ({"model": model, "tokens": tokens, "routing": routing}, config)
         for tokens in options.tokens
         for model, config in options.models.items()
@@ -130,12 +137,13 @@ def run(options: Options) -> Iterator[Row]:
     ]
     programs = Programs(os.cpu_count() or 1)
     try:
-        programs.run(functools.partial(load, [name for name in RIVALS if _anywhere(options, name)]))
         counts = [_add(programs, options, where, config) for where, config in cells]
         for line in programs.wait(None if options.seconds is None else COMPILING * options.seconds):
             options.say(line)
         options.say(f"compiled in {time.perf_counter() - start:.0f} s")
         machine = Machine(read_bytes=options.read_bytes, heat=options.heat, pause=options.pause, say=options.say)
+        load([name for name in RIVALS if _anywhere(options, name)])
+        turn.take()
         common, weights, left_out = _common(options), _Weights(), []
         for (where, config), count in zip(cells, counts, strict=True):
             passed_s = time.perf_counter() - start
@@ -150,6 +158,23 @@ def run(options: Options) -> Iterator[Row]:
             options.say(f"left out, for lack of time: {', '.join(left_out)}")
     finally:
         programs.close()
+
+
+class _Turn:
+    """To measure, which begins when no run with the same file compiles or measures; closing the file ends it."""
+
+    def __init__(self, file: IO[str] | None) -> None:
+        self._file = file
+        self._lock("LOCK_SH")
+
+    def take(self) -> None:
+        self._lock("LOCK_EX")
+
+    def _lock(self, kind: str) -> None:
+        if self._file is not None:
+            import fcntl  # There is none on Windows.
+
+            fcntl.flock(self._file, getattr(fcntl, kind))
 
 
 class _Weights:

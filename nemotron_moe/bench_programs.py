@@ -106,10 +106,6 @@ class Programs:
     def __len__(self) -> int:
         return len(self._found)
 
-    def run(self, work: Callable[[], Any]) -> None:
-        """Begins to do something else meanwhile."""
-        self._pool.submit(work)
-
     def __getitem__(self, key: tuple) -> Any:
         """The program; raises what compiling it raised."""
         return self._found[key].result()

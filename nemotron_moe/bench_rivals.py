@@ -35,7 +35,7 @@ _MODULES = {"torch_grouped_mm": ("torch",), "huggingface": ("torch", "transforme
 
 
 def load(names: Collection[str]) -> None:
-    """Imports what these rivals need, if it is here: it takes seconds, which nothing else need wait for."""
+    """Imports what these rivals need, if it is here: it takes seconds, before it is this run's turn to measure."""
     for module in dict.fromkeys(module for name in names for module in _MODULES.get(name, ())):
         with contextlib.suppress(NotPresentError):
             find(module)

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import shlex
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -270,14 +272,39 @@ def test_cells_that_there_is_no_time_for_are_left_out(monkeypatch):
     assert not said[-1].startswith("left out") and any(", after " in line for line in said)
 
 
+def test_runs_with_the_same_lock_measure_one_after_the_other(tmp_path):
+    fcntl = pytest.importorskip("fcntl")
+    lock, said = tmp_path / "lock", []
+    asked = {"lock": str(lock), "parts": ("plan",), "passes": ("hot",), "implementations": ("auto",)}
+    with ThreadPoolExecutor(1) as pool, open(lock, "a") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)  # The other compiles, too.
+        found = pool.submit(lambda: list(bench.run(options(**asked, say=said.append))))
+        while not any(line.startswith("compiled in") for line in said) and not found.done():
+            time.sleep(0.01)
+        time.sleep(0.5)
+        assert not any(", after " in line for line in said)
+        fcntl.flock(other, fcntl.LOCK_UN)
+        assert len(found.result()) == 1
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # It is free again.
+
+
 def test_what_is_not_compiled_in_time_is_given_up():
-    programs, begin = bench.Programs(1), threading.Event()
-    programs.run(begin.wait)
-    programs.add(("a",), jnp.sin, jax.ShapeDtypeStruct((2,), jnp.float32))
-    programs.add(("b",), jnp.sin, jax.ShapeDtypeStruct((3,), jnp.float32), tuned=False)
-    assert list(programs.wait(0.01)) == ["2 of 2 programs are given up, for lack of time"]
-    assert programs.ready(0) and not programs.ready(1)
-    begin.set()
+    programs, abstract = bench.Programs(1), jax.ShapeDtypeStruct((2,), jnp.float32)
+    given_up = threading.Event()
+
+    def slow(x):
+        given_up.wait(60)
+        return x
+
+    programs.add(("slow",), slow, abstract)
+    programs.add(("a",), jnp.sin, abstract)
+    programs.add(("b",), jnp.sin, abstract, tuned=False)
+    said = []
+    for line in programs.wait(0.1):
+        said.append(line)
+        given_up.set()
+    assert said == ["2 of 3 programs are given up, for lack of time"]
+    assert programs.ready(1) and not programs.ready(2) and programs["slow",](jnp.ones(2)).sum() == 2
     programs.close()
 
 
