@@ -142,14 +142,19 @@ def _combine(y: jax.Array, weights: jax.Array, plan: Plan) -> jax.Array:
 def _sum_slots(y: jax.Array, weights: jax.Array | None, plan: Plan) -> jax.Array:
     routed = plan.is_routed()
 
+    tokens, slots = plan.row_of_slot.shape
+    first_slot = lax.iota(jnp.int32, tokens) * slots
+
     def one(slot: int | jax.Array) -> jax.Array:
-        take = functools.partial(lax.dynamic_index_in_dim, index=slot, axis=1, keepdims=False)
+        def take(array: jax.Array) -> jax.Array:
+            # Not a slice: with many slots XLA would make a kernel of each.
+            return array.reshape(-1).at[first_slot + slot].get(mode="promise_in_bounds")
+
         rows = y.at[take(plan.row_of_slot)].get(mode="promise_in_bounds").astype(jnp.float32)
         if weights is not None:
             rows = take(weights)[:, None] * rows
         return jnp.where(take(routed)[:, None], rows, 0.0)
 
-    tokens, slots = plan.row_of_slot.shape
     if not tokens:
         return y.astype(jnp.float32)
     unroll = max(1, min(slots - 1, _UNROLL))

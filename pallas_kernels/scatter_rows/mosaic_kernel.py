@@ -39,6 +39,8 @@ def scatter(x: jax.Array, rows: jax.Array, n_rows: int, ring: Ring) -> jax.Array
     (tokens, width), named = x.shape, rows.shape[1]
     boxes = width // LANES
     numbers = ring.tokens * named  # of a block
+    if numbers % 4:
+        raise ValueError(f"{ring!r} gives a block {numbers} row numbers; wanted a multiple of 4, which are 16 bytes.")
     blocks = pl.cdiv(tokens, ring.tokens)
 
     def body(x_ref: Any, rows_ref: Any, out_ref: Any, held: Any, held_rows: Any, arrived: Any) -> None:
@@ -47,9 +49,9 @@ def scatter(x: jax.Array, rows: jax.Array, n_rows: int, ring: Ring) -> jax.Array
 
         def load(turn: Any) -> None:
             slot, block = lax.rem(turn, ring.slots), cta + turn * ring.ctas
-            some_rows = rows_ref.at[pl.ds(block * numbers, _whole(numbers))]
+            some_rows = rows_ref.at[pl.ds(block * numbers, numbers)]
             some_tokens = x_ref.at[pl.ds(block * ring.tokens, ring.tokens)]
-            plgpu.copy_gmem_to_smem(some_rows, held_rows.at[slot, pl.ds(0, _whole(numbers))], arrived.at[slot])
+            plgpu.copy_gmem_to_smem(some_rows, held_rows.at[slot, pl.ds(0, numbers)], arrived.at[slot])
             plgpu.copy_gmem_to_smem(some_tokens, held.at[slot], arrived.at[slot])
 
         def store(slot: Any, token: Any, _: None) -> None:
@@ -94,8 +96,3 @@ def scatter(x: jax.Array, rows: jax.Array, n_rows: int, ring: Ring) -> jax.Array
     # A last block that is not full gets row numbers that name nothing.
     rows = jnp.pad(rows, ((0, blocks * ring.tokens - tokens), (0, 0)), constant_values=-1)
     return kernel(x.reshape(tokens, boxes, LANES), rows.reshape(-1)).reshape(n_rows, width)
-
-
-def _whole(numbers: int) -> int:
-    """The TMA unit moves multiples of 16 bytes."""
-    return pl.cdiv(numbers, 4) * 4

@@ -47,7 +47,7 @@ def test_on_a_hopper_gpu_the_kernels_run():
         assert {step.implementation for step in nm.explain(config, tokens=512).steps} == {"mosaic"}
 
 
-@pytest.mark.parametrize("m, n, k, groups", [(4096, 2048, 2048, 520), (1_200_000, 2048, 64, 8)], ids=str)
+@pytest.mark.parametrize("m, n, k, groups", [(520 * 16, 2048, 2048, 520), (1_200_000, 2048, 64, 8)], ids=str)
 def test_more_than_2_31_elements_R55(m, n, k, groups):
     lhs, rhs = draw(0, (m, k)), draw(1, (groups, n, k))
     sizes = np.full(groups, m // groups // 8 * 8, np.int32)
