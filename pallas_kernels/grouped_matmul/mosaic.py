@@ -27,9 +27,11 @@ class Mosaic:
         for name in ("lhs", "rhs", "out"):
             if facts.dtypes[name] != jnp.bfloat16:
                 return f"{name} is {jnp.dtype(facts.dtypes[name])}; it takes bfloat16"
-        for name, multiple in (("columns", 64), ("depth", 64), ("rows", ALIGNMENT), ("alignment", ALIGNMENT)):
+        for name, multiple in (("columns", 64), ("depth", 64), ("rows", ALIGNMENT)):
             if facts.sizes[name] % multiple:
                 return f"{name} is {facts.sizes[name]}; it takes multiples of {multiple}"
+        if (alignment := facts.sizes["alignment"]) != ALIGNMENT:
+            return f"alignment is {alignment}; it takes {ALIGNMENT}, up to which it clears the rows behind a group"
         return None
 
     def forward(

@@ -1,7 +1,7 @@
 """What every implementation of `grouped_matmul` must do. A test module subclasses the contract and names one.
 
-The class attributes say what an implementation takes; one that takes less narrows them. `MixedDtypesContract` is the
-contract of those that let rows, matrices and result differ in dtype.
+The class attributes say what an implementation takes; one that takes less narrows them. `GeneralContract` is the
+contract of those that take any alignment, and let rows, matrices and result differ in dtype.
 """
 
 import functools
@@ -50,7 +50,7 @@ class GroupedMatmulContract:
     implementation: str
     dtypes = (jnp.float32, jnp.bfloat16, jnp.float16)
     activations = (None, "relu2")
-    alignments = (1, 8)
+    alignments = (1, 8, 16, 64)
     row_multiple = 1  # of M
     small, middle = (33, 47), (232, 336)  # (N, K)
     widths = ((1856, 928), (464, 232), (336, 2688), (1344, 672), (33, 47))  # Nemotron's, whole and split; and odd ones
@@ -118,7 +118,7 @@ class GroupedMatmulContract:
         for full in itertools.product((0, 1), repeat=4):
             sizes = np.array(full) * full_sizes
             want, size = self.oracle(lhs, rhs, sizes, alignment=alignment)
-            got = run(lhs, rhs, jnp.asarray(sizes, jnp.int32))
+            got = np.asarray(run(lhs, rhs, jnp.asarray(sizes, jnp.int32)))
             assert_within(got, want, bound(dtype, k, size))
             assert not got[~self.in_groups(sizes, m, alignment)].any()
 
@@ -164,23 +164,6 @@ class GroupedMatmulContract:
             assert not poisoned[0][others].any() and not poisoned[1][others].any()
             for got, want in zip(poisoned, clean, strict=True):
                 assert_same(got, want)
-
-    def test_alignment_moves_rows_and_keeps_their_bits(self, activation):
-        sizes, (n, k), dtype = (*UNEVEN, 0, 8, 9), self.small, self.dtypes[0]
-        near, far = self.alignments[0], 8 * self.alignments[0]
-        m = self.rows(sizes, alignment=far)
-        lhs, rhs = operands(m, n, k, len(sizes), dtype)
-        dout = draw((m, n), dtype, 2)
-
-        def run(lhs, dout, alignment):
-            options = {"activation": activation, "group_alignment": alignment}
-            dlhs, _ = self.gradients(lhs, rhs, jnp.array(sizes), dout, **options)
-            return self.gmm(lhs, rhs, jnp.array(sizes), **options), dlhs
-
-        here, there = (np.flatnonzero(self.in_groups(sizes, m, alignment)) for alignment in (near, far))
-        moved = (x.at[there].set(x[here]) for x in (lhs, dout))
-        for got, want in zip(run(*moved, far), run(lhs, dout, near), strict=True):
-            assert_same(got[there], want[here])
 
     def test_nan_in_a_row_reaches_its_own_output_only(self):
         (n, k), m = self.small, self.rows(UNEVEN)
@@ -357,7 +340,24 @@ class GroupedMatmulContract:
             assert_within(a, f64(b), bound(dtype, 64, float(jnp.abs(b).max()) * 8))
 
 
-class MixedDtypesContract(GroupedMatmulContract):
+class GeneralContract(GroupedMatmulContract):
+    def test_alignment_moves_rows_and_keeps_their_bits(self, activation):
+        sizes, (n, k), dtype = (*UNEVEN, 0, 8, 9), self.small, self.dtypes[0]
+        near, far = self.alignments[0], self.alignments[-1]
+        m = self.rows(sizes, alignment=far)
+        lhs, rhs = operands(m, n, k, len(sizes), dtype)
+        dout = draw((m, n), dtype, 2)
+
+        def run(lhs, dout, alignment):
+            options = {"activation": activation, "group_alignment": alignment}
+            dlhs, _ = self.gradients(lhs, rhs, jnp.array(sizes), dout, **options)
+            return self.gmm(lhs, rhs, jnp.array(sizes), **options), dlhs
+
+        here, there = (np.flatnonzero(self.in_groups(sizes, m, alignment)) for alignment in (near, far))
+        moved = (x.at[there].set(x[here]) for x in (lhs, dout))
+        for got, want in zip(run(*moved, far), run(lhs, dout, near), strict=True):
+            assert_same(got[there], want[here])
+
     def test_relu2_does_not_overflow_before_it_is_rounded_P4(self):
         lhs, rhs = jnp.full((1, 1), 300, jnp.float16), jnp.ones((1, 1, 1), jnp.float16)
         out = self.gmm(lhs, rhs, jnp.array([1]), activation="relu2", out_dtype=jnp.float32)

@@ -80,7 +80,8 @@ class TestMosaic(OnHopper, GroupedMatmulContract):
         ({"out_dtype": jnp.float32}, "out is float32; it takes bfloat16"),
         ({"rhs": jnp.ones((2, 72, 64), jnp.bfloat16)}, "columns is 72; it takes multiples of 64"),
         ({"lhs": jnp.ones((63, 64), jnp.bfloat16)}, "rows is 63; it takes multiples of 8"),
-        ({"group_alignment": 4}, "alignment is 4; it takes multiples of 8"),
+        ({"group_alignment": 1}, "alignment is 1; it takes 8, up to which it clears the rows behind a group"),
+        ({"group_alignment": 16}, "alignment is 16; it takes 8"),
     ],
 )
 def test_what_the_kernel_does_not_take_is_said(change, message):

@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.grouped_matmul_contract import MixedDtypesContract
+from kernels.grouped_matmul_contract import GeneralContract
 
 from pallas_kernels.grouped_matmul import Tile, grouped_matmul
 from pallas_kernels.grouped_matmul.reference import group_bounds
 from pallas_kernels.implementation import default_device, target
 
 
-class TestReference(MixedDtypesContract):
+class TestReference(GeneralContract):
     implementation = "reference"
 
 

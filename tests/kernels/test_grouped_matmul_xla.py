@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bounds import bound
-from kernels.grouped_matmul_contract import UNEVEN, MixedDtypesContract, assert_within, operands
+from kernels.grouped_matmul_contract import UNEVEN, GeneralContract, assert_within, operands
 
 from pallas_kernels.grouped_matmul import Tile, grouped_matmul
 from pallas_kernels.grouped_matmul.tile import BATCH_BYTES, BLOCK_BYTES, default_tile
 from pallas_kernels.implementation import H200, compiling_for
 
 
-class TestXla(MixedDtypesContract):
+class TestXla(GeneralContract):
     implementation = "xla"
 
     @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ class TestXla(MixedDtypesContract):
         assert_within(self.gmm(lhs, rhs, jnp.asarray(sizes)), want, bound(jnp.float32, 7, size))
 
 
-class TestXlaInBatches(MixedDtypesContract):
+class TestXlaInBatches(GeneralContract):
     """What a GPU does by default, in batches and blocks that are small enough for more than one of each."""
 
     implementation = "xla"
