@@ -102,6 +102,11 @@ def _products(
     if tile is None:
         heights = default_heights(rows=m, groups=groups) if pieces is None else pieces.heights
         tile = default_tile_config(heights, depth=lhs.shape[1])
+    if lhs.shape[1] % tile.depth:
+        summed = "K" if contract == 2 else "N"
+        raise ValueError(
+            f"TileConfig.depth is {tile.depth}, which does not divide the sum of {summed} = {lhs.shape[1]}; wanted 64."
+        )
     if pieces is None:
         pieces = cut_groups(*group_bounds(group_sizes, alignment, m), m, tile.heights)
     elif pieces.heights != tile.heights:

@@ -72,7 +72,7 @@ class TileConfig:
       heights: ascending multiples of 8 up to 192; the kernel is compiled for each, and a piece of a group takes the
         smallest that holds it.
       stages: slots of the ring that is kept full of operands.
-      depth: how much of K a slot holds, 64 or 128.
+      depth: how much of the sum a slot holds, 64 or 128. It must divide K, and in the gradient of lhs N.
 
     Raises:
       ValueError: on values that are no such thing, or that do not fit into shared memory.

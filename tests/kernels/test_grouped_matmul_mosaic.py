@@ -1,11 +1,14 @@
 """The Hopper kernel: the contract, and what is its own."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from bounds import bound
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from kernels.grouped_matmul_contract import GroupedMatmulContract, assert_within, operands
+from kernels.grouped_matmul_contract import GroupedMatmulContract, assert_within, draw, operands
 from kernels.hopper import OnHopper, has_hopper
 
 from pallas_kernels.grouped_matmul import TileConfig, cut_for_kernels, grouped_matmul
@@ -40,22 +43,36 @@ class TestMosaic(OnHopper, GroupedMatmulContract):
                 super().test_works_under_shard_map_with_replicated_matrices()
 
     @pytest.mark.parametrize(
-        "tile",
+        "tile, n, k",
         [
-            TileConfig(heights=(8,), stages=2),
-            TileConfig(heights=(8, 32, 56), stages=3),
-            TileConfig(heights=(16, 192), stages=4),
-            TileConfig(heights=(64, 80, 96, 112), stages=2, depth=128),
+            (TileConfig(heights=(8,), stages=2), 192, 64),
+            (TileConfig(heights=(8, 32, 56), stages=3), 64, 320),
+            (TileConfig(heights=(16, 192), stages=4), 192, 192),
+            (TileConfig(heights=(64, 80, 96, 112), stages=2, depth=128), 128, 256),
         ],
-        ids=lambda tile: tile.label,
+        ids=lambda value: getattr(value, "label", str(value)),
     )
-    def test_every_tile_gives_the_same_product(self, tile):
+    def test_every_tile_gives_the_same_product_and_cotangent(self, tile, n, k):
         m = self.rows(SIZES, spare=30)
-        lhs, rhs = operands(m, 320, 256, len(SIZES), jnp.bfloat16)
-        want, size = self.oracle(lhs, rhs, SIZES)
-        got = self.gmm(lhs, rhs, jnp.array(SIZES), tile=tile)
-        assert_within(got, want, bound(jnp.bfloat16, 256, size))
-        assert not got[~self.in_groups(SIZES, m)].any()
+        lhs, rhs = operands(m, n, k, len(SIZES), jnp.bfloat16)
+        dout = draw((m, n), jnp.bfloat16, 2)
+        got, pull = jax.vjp(lambda lhs: self.gmm(lhs, rhs, jnp.array(SIZES), tile=tile), lhs)
+        others = ~self.in_groups(SIZES, m)
+        for got, (want, size), terms in (
+            (got, self.oracle(lhs, rhs, SIZES), k),
+            (*pull(dout), self.oracle(dout, rhs.swapaxes(1, 2), SIZES), n),
+        ):
+            assert_within(got, want, bound(jnp.bfloat16, terms, size))
+            assert not np.asarray(got)[others].any()
+
+    def test_a_slot_that_is_no_part_of_the_sum_is_refused_in_both_directions(self):
+        deep = TileConfig(heights=(8, 16), stages=4, depth=128)
+        run = functools.partial(self.gmm, group_sizes=jnp.array([8]), tile=deep)
+        with pytest.raises(ValueError, match=r"TileConfig\.depth is 128, .* sum of K = 192"):
+            run(*operands(8, 128, 192, 1, jnp.bfloat16))
+        lhs, rhs = operands(8, 192, 128, 1, jnp.bfloat16)
+        with pytest.raises(ValueError, match=r"TileConfig\.depth is 128, .* sum of N = 192"):
+            jax.grad(lambda lhs: run(lhs, rhs).sum())(lhs)
 
     def test_pieces_that_are_made_once_serve_both_directions(self):
         m = self.rows(SIZES, spare=16)
