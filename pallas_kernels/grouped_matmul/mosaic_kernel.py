@@ -31,6 +31,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -40,6 +41,8 @@ from pallas_kernels.grouped_matmul.tile import COLUMNS, TileConfig
 
 LOADS = 2  # the warpgroup that loads; 0 and 1 compute
 BAND = 64  # columns that are stored at once: a wgmma's own M, and one swizzled row of 128 bytes
+# Python's integers become 64 bits wide where JAX's are, and `lax` mixes no widths.
+ZERO, TWO = np.int32(0), np.int32(2)
 
 
 def products(
@@ -65,9 +68,9 @@ def products(
       [M, columns] bfloat16.
     """
     (m, depth), columns = lhs.shape, rhs.shape[3 - contract]
-    steps = depth // tile.depth
+    steps, stages = np.int32(depth // tile.depth), np.int32(tile.stages)
     tallest = tile.heights[-1]
-    bands = pl.cdiv(columns, COLUMNS)  # of columns: a tile is a piece's part of one
+    bands = np.int32(pl.cdiv(columns, COLUMNS))  # of columns: a tile is a piece's part of one
     # The last band may be 64 columns short. With contract=1 those are no whole part of a slot: they are then loaded (as
     # zeros), multiplied, and not stored.
     is_short = columns % COLUMNS > 0
@@ -77,7 +80,12 @@ def products(
         lhs_ref, rhs_ref, table_ref, counts_ref, out_ref, matrix, rows, result, zeros, full, empty
     ) -> None:
         core, warpgroup = lax.axis_index("core"), lax.axis_index("warpgroup")
-        mine = lax.div(counts_ref[0] * bands - core + cores - 1, cores)
+
+        def taken(tiles: Any) -> Any:
+            """How many of so many tiles this core takes."""
+            return lax.div(tiles - core + (cores - 1), np.int32(cores))
+
+        mine = taken(counts_ref[0] * bands)
 
         def locate(number: Any) -> tuple[Any, Any]:
             """Piece and band of a tile: all pieces of a group, then its next band."""
@@ -112,9 +120,9 @@ def products(
                 def load(width: int, height: int) -> None:
                     def one_step(step: Any, _: None) -> None:
                         count = turn * steps + step
-                        slot = lax.rem(count, tile.stages)
+                        slot = lax.rem(count, stages)
 
-                        @pl.when(count >= tile.stages)
+                        @pl.when(count >= stages)
                         def _wait() -> None:
                             plgpu.barrier_wait(empty.at[slot])
 
@@ -122,19 +130,19 @@ def products(
                         some = pl.ds(column, width)
                         of_matrix = rhs_ref.at[(group, some, depths) if contract == 2 else (group, depths, some)]
                         of_rows = lhs_ref.at[pl.ds(row, height), depths]
-                        arrived = full.at[lax.rem(turn, 2) * tile.stages + slot]
+                        arrived = full.at[lax.rem(turn, TWO) * stages + slot]
                         plgpu.copy_gmem_to_smem(of_matrix, operand(slot, width), arrived)
                         plgpu.copy_gmem_to_smem(of_rows, rows.at[slot, pl.ds(0, height)], arrived)
 
-                    lax.fori_loop(0, steps, one_step, None)
+                    lax.fori_loop(ZERO, steps, one_step, None)
 
                 by_shape(piece, band, load)
 
             def drain(count: Any, _: None) -> None:
-                plgpu.barrier_wait(empty.at[lax.rem(count, tile.stages)])
+                plgpu.barrier_wait(empty.at[lax.rem(count, stages)])
 
-            lax.fori_loop(0, mine, one_tile, None)
-            lax.fori_loop(lax.max(mine * steps - tile.stages, 0), mine * steps, drain, None)
+            lax.fori_loop(ZERO, mine, one_tile, None)
+            lax.fori_loop(lax.max(mine * steps - stages, ZERO), mine * steps, drain, None)
 
         @pl.when(warpgroup != LOADS)
         def _compute() -> None:
@@ -167,7 +175,7 @@ def products(
 
             def clear_gap(column: Any, row: Any, count: Any, width: int) -> None:
                 """Overwrites the rows between a group's last and the next multiple of eight."""
-                odd = lax.rem(count, ALIGNMENT)
+                odd = lax.rem(count, np.int32(ALIGNMENT))
 
                 @pl.when(odd != 0)
                 def _clear() -> None:
@@ -194,10 +202,10 @@ def products(
                     @functools.partial(pl.run_scoped, acc=plgpu.ACC((width, height), jnp.float32))
                     def _accumulate(acc: Any) -> None:
                         def slot(step: Any) -> Any:
-                            return lax.rem(turn * steps + step, tile.stages)
+                            return lax.rem(turn * steps + step, stages)
 
                         def one_step(step: Any, _: None) -> None:
-                            plgpu.barrier_wait(full.at[warpgroup * tile.stages + slot(step)])
+                            plgpu.barrier_wait(full.at[warpgroup * stages + slot(step)])
                             of_matrix = operand(slot(step), width)
                             of_matrix = of_matrix if contract == 2 else of_matrix.T
                             plgpu.wgmma(acc, of_matrix, rows.at[slot(step), pl.ds(0, height)].T)
@@ -207,7 +215,7 @@ def products(
                             def _free() -> None:
                                 plgpu.barrier_arrive(empty.at[slot(step - 1)])
 
-                        lax.fori_loop(0, steps, one_step, None)
+                        lax.fori_loop(ZERO, steps, one_step, None)
                         plgpu.wgmma_wait(0)
                         plgpu.barrier_arrive(empty.at[slot(steps - 1)])
                         values = acc[...]
@@ -242,9 +250,8 @@ def products(
                         def _store(start: int = start) -> None:
                             store(acc[...].astype(out_ref.dtype), column + start, row, table_ref[piece, ROWS], tallest)
 
-            tiles_of_zeros = lax.div(counts_ref[1] * bands - core + cores - 1, cores)
-            lax.fori_loop(0, lax.div(mine - warpgroup + 1, 2), one_tile, None)
-            lax.fori_loop(0, lax.div(tiles_of_zeros - warpgroup + 1, 2), one_tile_of_zeros, None)
+            lax.fori_loop(ZERO, lax.div(mine - warpgroup + 1, TWO), one_tile, None)
+            lax.fori_loop(ZERO, lax.div(taken(counts_ref[1] * bands) - warpgroup + 1, TWO), one_tile_of_zeros, None)
             plgpu.wait_smem_to_gmem(0)
 
     swizzled: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]

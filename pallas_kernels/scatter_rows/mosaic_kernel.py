@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -42,13 +43,15 @@ def scatter(x: jax.Array, rows: jax.Array, n_rows: int, ring: Ring) -> jax.Array
     if numbers % 4:
         raise ValueError(f"{ring!r} gives a block {numbers} row numbers; wanted a multiple of 4, which are 16 bytes.")
     blocks = pl.cdiv(tokens, ring.tokens)
+    # Python's integers become 64 bits wide where JAX's are, and `lax` mixes no widths.
+    zero, slots = np.int32(0), np.int32(ring.slots)
 
     def body(x_ref: Any, rows_ref: Any, out_ref: Any, held: Any, held_rows: Any, arrived: Any) -> None:
         cta = lax.axis_index("cta")
-        mine = lax.div(blocks - cta + ring.ctas - 1, ring.ctas)
+        mine = lax.div(blocks - cta + (ring.ctas - 1), np.int32(ring.ctas))
 
         def load(turn: Any) -> None:
-            slot, block = lax.rem(turn, ring.slots), cta + turn * ring.ctas
+            slot, block = lax.rem(turn, slots), cta + turn * ring.ctas
             some_rows = rows_ref.at[pl.ds(block * numbers, numbers)]
             some_tokens = x_ref.at[pl.ds(block * ring.tokens, ring.tokens)]
             plgpu.copy_gmem_to_smem(some_rows, held_rows.at[slot, pl.ds(0, numbers)], arrived.at[slot])
@@ -63,10 +66,10 @@ def scatter(x: jax.Array, rows: jax.Array, n_rows: int, ring: Ring) -> jax.Array
                     plgpu.copy_smem_to_gmem(held.at[slot, token], out_ref.at[row], commit_group=False)
 
         def one_block(turn: Any, _: None) -> None:
-            slot = lax.rem(turn, ring.slots)
+            slot = lax.rem(turn, slots)
             plgpu.barrier_wait(arrived.at[slot])
             left = tokens - (cta + turn * ring.ctas) * ring.tokens
-            lax.fori_loop(0, lax.min(left, ring.tokens), functools.partial(store, slot), None)
+            lax.fori_loop(zero, lax.min(left, np.int32(ring.tokens)), functools.partial(store, slot), None)
             plgpu.commit_smem_to_gmem_group()
 
             @pl.when(turn + (ring.slots - 1) < mine)
@@ -76,8 +79,8 @@ def scatter(x: jax.Array, rows: jax.Array, n_rows: int, ring: Ring) -> jax.Array
                 load(turn + (ring.slots - 1))
 
         for turn in range(ring.slots - 1):
-            pl.when(turn < mine)(functools.partial(load, jnp.int32(turn)))
-        lax.fori_loop(0, mine, one_block, None)
+            pl.when(turn < mine)(functools.partial(load, np.int32(turn)))
+        lax.fori_loop(zero, mine, one_block, None)
         plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(
