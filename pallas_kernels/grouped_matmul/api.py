@@ -65,6 +65,8 @@ def grouped_matmul(
     """
     out_dtype = np.dtype(lhs.dtype if out_dtype is None else out_dtype)
     _check(lhs, rhs, group_sizes, activation, out_dtype, group_alignment)
+    if pieces is not None:
+        _check_pieces(pieces, lhs.shape[0], rhs.shape[0], group_alignment)
     chosen = choose(
         lhs, rhs, out_dtype=out_dtype, group_alignment=group_alignment, implementation=implementation
     ).implementation
@@ -199,6 +201,21 @@ def _check(
         raise ValueError(f"group_alignment is {group_alignment!r}; wanted a positive integer, such as 1 or 8.")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; wanted one of {list(ACTIVATIONS)}.")
+
+
+def _check_pieces(pieces: Any, m: int, groups: int, alignment: int) -> None:
+    if not isinstance(pieces, Pieces):
+        raise ValueError(f"pieces is a {type(pieces).__name__}; wanted a Pieces, as `cut_for_kernels` makes, or None.")
+    for name, cut_for, seen in (
+        ("M", pieces.m, m),
+        ("G", pieces.groups, groups),
+        ("group_alignment", ALIGNMENT, alignment),
+    ):
+        if cut_for != seen:
+            raise ValueError(
+                f"pieces were cut for {name} = {cut_for}, but this call has {name} = {seen}; "
+                "give those that `cut_for_kernels` makes of this call's group_sizes and M, or None."
+            )
 
 
 def _vary_alike(arrays: Any) -> Any:

@@ -23,11 +23,13 @@ class Pieces:
         list of heights, and which piece is the first of its group, and how many the group has (both so that the
         pieces of a group can be taken in turn with the columns of its matrix).
       counts: [2] int32, pieces of groups, and pieces of other rows. The table's later rows are not in use.
-      heights: of the tiles that the pieces were cut for.
+      m, groups, heights: what they were cut for: rows in all, groups, and the heights of the tiles.
     """
 
     table: jax.Array
     counts: jax.Array
+    m: int = dataclasses.field(metadata={"static": True})
+    groups: int = dataclasses.field(metadata={"static": True})
     heights: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
 
@@ -57,7 +59,7 @@ def cut_groups(starts: jax.Array, ends: jax.Array, m: int, heights: tuple[int, .
     unused = jnp.zeros_like(index)
     fields = [group[which], start[which] + offset, here, height, first, count[which], unused, unused]
     counts = jnp.stack([after[groups] - count[groups], count[groups]])
-    return Pieces(table=jnp.stack(fields, axis=1), counts=counts, heights=heights)
+    return Pieces(table=jnp.stack(fields, axis=1), counts=counts, m=m, groups=groups, heights=heights)
 
 
 def _tallest_pieces_first(starts: jax.Array, rows: jax.Array, tallest: int) -> tuple[jax.Array, ...]:

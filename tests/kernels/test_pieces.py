@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.grouped_matmul import TileConfig
+from pallas_kernels.grouped_matmul import TileConfig, grouped_matmul
 from pallas_kernels.grouped_matmul.pieces import ALIGNMENT, COUNT, FIRST, GROUP, HEIGHT, ROW, ROWS, cut_groups
 from pallas_kernels.grouped_matmul.reference import group_bounds
 
@@ -59,6 +59,24 @@ def test_every_row_is_in_one_piece(sizes, heights):
 @pytest.mark.parametrize("sizes", [(0, 0, 0), (1, 0, 9), (400, 1, 0), (193, 193, 14), (1000, 0, 0)], ids=str)
 def test_uneven_groups_and_groups_that_are_cut_off(sizes, heights):
     check(sizes, 416, heights)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"m": 32}, "pieces were cut for M = 40, but this call has M = 32"),
+        ({"groups": 3}, "pieces were cut for G = 2, but this call has G = 3"),
+        ({"group_alignment": 1}, "pieces were cut for group_alignment = 8, but this call has group_alignment = 1"),
+        ({"pieces": np.zeros((3, 8), np.int32)}, "pieces is a ndarray; wanted a Pieces, as `cut_for_kernels` makes"),
+    ],
+)
+def test_pieces_of_another_call_are_refused(change, message):
+    call = {"m": 40, "groups": 2, "group_alignment": 8, "pieces": cut(jnp.array([3, 9]), 40, (8, 16))} | change
+    m, groups = call.pop("m"), call.pop("groups")
+    lhs, rhs = jnp.ones((m, 64), jnp.bfloat16), jnp.ones((groups, 64, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        grouped_matmul(lhs, rhs, jnp.ones(groups, jnp.int32), **call)
 
 
 @pytest.mark.parametrize(
