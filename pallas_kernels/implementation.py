@@ -76,6 +76,27 @@ def compiling_for(target: Target) -> Iterator[None]:
         yield
 
 
+def no_hopper_kernels(target: Target) -> str | None:
+    """Why the kernels for Hopper GPUs do not run on `target`, and what they accept, in a sentence; None if they do."""
+    if target.compute_capability != H200.compute_capability:
+        return f"it runs on NVIDIA GPUs of compute capability {H200.compute_capability}, not on {target.kind}"
+    if target.cores is None:
+        return f"it runs on GPUs that say how many cores they have, not on this {target.kind}"
+    return None
+
+
+def hopper_cores() -> int:
+    """Streaming multiprocessors of the target.
+
+    Raises:
+      ValueError: if Hopper kernels do not run there, as where what was traced for an H200 is differentiated elsewhere.
+    """
+    here = target()
+    if (reason := no_hopper_kernels(here)) is not None or here.cores is None:
+        raise ValueError(f"A kernel for Hopper GPUs cannot run: {reason}.")
+    return here.cores
+
+
 def default_device() -> jax.Device:
     """The device on which jax computes where nothing says otherwise, `jax.default_device` included."""
     device = jax.config.jax_default_device

@@ -15,7 +15,7 @@ from pallas_kernels.grouped_matmul.pieces import ALIGNMENT, Pieces
 from pallas_kernels.grouped_matmul.reference import Reference
 from pallas_kernels.grouped_matmul.tile import Tile, TileConfig
 from pallas_kernels.grouped_matmul.xla import Xla, varying_axes
-from pallas_kernels.implementation import H200, Choice, Facts, select, target
+from pallas_kernels.implementation import Choice, Facts, no_hopper_kernels, select, target
 
 IMPLEMENTATIONS = (Mosaic(), Xla(), Reference())  # in order of preference
 ACTIVATIONS = (None, "relu2")
@@ -121,7 +121,7 @@ def cut_for_kernels(group_sizes: jax.Array, m: int) -> Pieces | None:
 
 
 def _has_kernels() -> bool:
-    return target().compute_capability == H200.compute_capability
+    return no_hopper_kernels(target()) is None
 
 
 @dataclasses.dataclass(frozen=True)

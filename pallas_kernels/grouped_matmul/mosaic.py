@@ -9,7 +9,7 @@ from pallas_kernels.grouped_matmul.pieces import ALIGNMENT, Pieces, cut_groups
 from pallas_kernels.grouped_matmul.reference import cotangent, group_bounds
 from pallas_kernels.grouped_matmul.tile import TileConfig, default_heights, default_tile_config
 from pallas_kernels.grouped_matmul.xla import Xla
-from pallas_kernels.implementation import H200, Facts, target
+from pallas_kernels.implementation import Facts, hopper_cores, no_hopper_kernels
 
 
 class Mosaic:
@@ -22,8 +22,8 @@ class Mosaic:
     tile = TileConfig
 
     def refuses(self, facts: Facts) -> str | None:
-        if facts.target.compute_capability != H200.compute_capability:
-            return f"it runs on GPUs of compute capability {H200.compute_capability}, not on {facts.target.kind}"
+        if (reason := no_hopper_kernels(facts.target)) is not None:
+            return reason
         for name in ("lhs", "rhs", "out"):
             if facts.dtypes[name] != jnp.bfloat16:
                 return f"{name} is {jnp.dtype(facts.dtypes[name])}; it takes bfloat16"
@@ -113,8 +113,7 @@ def _products(
         raise ValueError(
             f"pieces were cut for heights {pieces.heights}, but tile has {tile.heights}; give one of them."
         )
-    cores = target().cores
-    assert cores is not None  # known of every target that `refuses` lets through
+    cores = hopper_cores()
 
     @sequential_vmap  # Pallas has no rule for a batch of kernels with barriers.
     def run(lhs: jax.Array, rhs: jax.Array, pieces: Pieces) -> jax.Array:

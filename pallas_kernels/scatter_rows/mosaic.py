@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
-from pallas_kernels.implementation import H200, Facts, target
+from pallas_kernels.implementation import Facts, hopper_cores, no_hopper_kernels
 
 LANES = 128  # a row is a box of [D / LANES, LANES]; no side of a box may be longer than 256
 WIDEST = 256 * LANES
@@ -23,9 +23,9 @@ class Mosaic:
     name = "mosaic"
 
     def refuses(self, facts: Facts) -> str | None:
-        device, sizes = facts.target, facts.sizes
-        if device.compute_capability != H200.compute_capability or device.cores is None:
-            return f"the target is {device.kind!r}; it accepts NVIDIA GPUs of compute capability 9.0"
+        sizes = facts.sizes
+        if (reason := no_hopper_kernels(facts.target)) is not None:
+            return reason
         if facts.dtypes["x"] != DTYPE:
             return f"x is {jnp.dtype(facts.dtypes['x']).name}; it accepts bfloat16"
         if sizes["width"] % LANES or sizes["width"] > WIDEST:
@@ -34,7 +34,7 @@ class Mosaic:
             return f"K is {sizes['named']}; it accepts up to {MOST_NAMED}"
         if sizes["tokens"] * sizes["named"] >= 2**31:
             return f"there are {sizes['tokens'] * sizes['named']} row numbers; it accepts fewer than 2^31"
-        ring = default_ring(sizes["tokens"], sizes["width"], sizes["named"], device.cores)
+        ring = default_ring(sizes["tokens"], sizes["width"], sizes["named"], cores=1)  # however many there are
         if ring.slots < 2:
             return f"a block of {ring.tokens} tokens of {sizes['width']} fills more than half of the shared memory"
         return None
@@ -43,9 +43,7 @@ class Mosaic:
         # Imported where a kernel runs: elsewhere nobody waits for Pallas to load.
         from pallas_kernels.scatter_rows.mosaic_kernel import scatter
 
-        cores = target().cores
-        assert cores is not None  # known of every target that `refuses` lets through
-        ring = default_ring(x.shape[0], x.shape[1], rows.shape[1], cores)
+        ring = default_ring(x.shape[0], x.shape[1], rows.shape[1], hopper_cores())
 
         @sequential_vmap  # Pallas has no rule for a batch of kernels with barriers.
         def run(x: jax.Array, rows: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 import jax
 from jax.custom_batching import sequential_vmap
 
-from pallas_kernels.implementation import H200, Facts
+from pallas_kernels.implementation import Facts, no_hopper_kernels
 
 LANES = 32
 WARPS = 4  # of a warpgroup
@@ -18,9 +18,9 @@ class Mosaic:
     name = "mosaic"
 
     def refuses(self, facts: Facts) -> str | None:
-        device, sizes = facts.target, facts.sizes
-        if device.compute_capability != H200.compute_capability:
-            return f"the target is {device.kind!r}; it accepts NVIDIA GPUs of compute capability 9.0"
+        sizes = facts.sizes
+        if (reason := no_hopper_kernels(facts.target)) is not None:
+            return reason
         if sizes["experts"] % (4 * LANES) or sizes["experts"] > MOST_EXPERTS:
             return f"E is {sizes['experts']}; it accepts multiples of {4 * LANES} up to {MOST_EXPERTS}"
         if sizes["k"] > MOST_TAKEN:
