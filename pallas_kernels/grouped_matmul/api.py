@@ -10,6 +10,7 @@ import numpy as np
 from jax import dtypes, lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.arguments import check_array, is_integer
 from pallas_kernels.grouped_matmul.mosaic import Mosaic, cut_rows
 from pallas_kernels.grouped_matmul.pieces import ALIGNMENT, Pieces
 from pallas_kernels.grouped_matmul.reference import Reference
@@ -19,7 +20,7 @@ from pallas_kernels.implementation import Choice, Facts, no_hopper_kernels, sele
 
 IMPLEMENTATIONS = (Mosaic(), Xla(), Reference())  # in order of preference
 ACTIVATIONS = (None, "relu2")
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def grouped_matmul(
@@ -63,8 +64,8 @@ def grouped_matmul(
     Raises:
       ValueError: naming the argument, what was seen and what was wanted.
     """
-    out_dtype = np.dtype(lhs.dtype if out_dtype is None else out_dtype)
     _check(lhs, rhs, group_sizes, activation, out_dtype, group_alignment)
+    out_dtype, group_alignment = np.dtype(lhs.dtype if out_dtype is None else out_dtype), int(group_alignment)
     if pieces is not None:
         _check_pieces(pieces, lhs.shape[0], rhs.shape[0], group_alignment)
     chosen = choose(
@@ -179,15 +180,14 @@ def _check(
     rhs: jax.Array,
     group_sizes: jax.Array,
     activation: str | None,
-    out_dtype: np.dtype,
+    out_dtype: DTypeLike | None,
     group_alignment: int,
 ) -> None:
-    for name, array, wanted in (("lhs", lhs, "[M, K]"), ("rhs", rhs, "[G, N, K]"), ("group_sizes", group_sizes, "[G]")):
-        if array.ndim != len(wanted.split(",")):
-            raise ValueError(f"{name} has shape {array.shape}; wanted {wanted}.")
+    for name, array, axes in (("lhs", lhs, "[M, K]"), ("rhs", rhs, "[G, N, K]"), ("group_sizes", group_sizes, "[G]")):
+        check_array(name, array, axes)
     for name, dtype in (("lhs", lhs.dtype), ("rhs", rhs.dtype), ("out_dtype", out_dtype)):
-        if dtype not in DTYPES:
-            raise ValueError(f"{name} is {dtype}; wanted one of {[np.dtype(d).name for d in DTYPES]}.")
+        if dtype is not None and (seen := _name(dtype)) not in DTYPES:
+            raise ValueError(f"{name} is {seen}; wanted one of {list(DTYPES)}.")
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(f"group_sizes is {group_sizes.dtype}; wanted integers, such as int32.")
     if lhs.shape[1] != rhs.shape[2]:
@@ -197,10 +197,17 @@ def _check(
         )
     if group_sizes.shape[0] != rhs.shape[0]:
         raise ValueError(f"group_sizes has {group_sizes.shape[0]} sizes but rhs has {rhs.shape[0]} groups.")
-    if isinstance(group_alignment, bool) or not isinstance(group_alignment, int) or group_alignment < 1:
+    if not is_integer(group_alignment) or group_alignment < 1:
         raise ValueError(f"group_alignment is {group_alignment!r}; wanted a positive integer, such as 1 or 8.")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; wanted one of {list(ACTIVATIONS)}.")
+
+
+def _name(dtype: Any) -> str:
+    try:
+        return np.dtype(dtype).name
+    except TypeError:  # it is no dtype at all
+        return repr(dtype)
 
 
 def _check_pieces(pieces: Any, m: int, groups: int, alignment: int) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import check_array, is_integer
 from pallas_kernels.implementation import Choice, Facts, select, target
 from pallas_kernels.scatter_rows.mosaic import Mosaic
 from pallas_kernels.scatter_rows.reference import Reference
@@ -23,7 +24,7 @@ def scatter_rows(x: jax.Array, rows: jax.Array, n_rows: int, *, implementation: 
     Args:
       x: [T, D] of any dtype.
       rows: [T, K] int32.
-      n_rows: rows of the result, a Python integer.
+      n_rows: rows of the result, an integer that is no traced one.
       implementation: a name in `IMPLEMENTATIONS`, or None for the first one that serves these arguments.
 
     Returns:
@@ -33,6 +34,7 @@ def scatter_rows(x: jax.Array, rows: jax.Array, n_rows: int, *, implementation: 
       ValueError: naming the argument, what was seen and what was wanted.
     """
     _check(x, rows, n_rows)
+    x, rows, n_rows = jnp.asarray(x), jnp.asarray(rows), int(n_rows)
     chosen = choose(x, rows, n_rows, implementation=implementation).implementation
     if 0 in (*x.shape, *rows.shape, n_rows):
         return jnp.zeros((n_rows, x.shape[1]), x.dtype)
@@ -62,11 +64,11 @@ def choose(
 
 
 def _check(x: jax.Array, rows: jax.Array, n_rows: int) -> None:
-    if x.ndim != 2:
-        raise ValueError(f"x has shape {x.shape}; wanted [T, D].")
-    if rows.ndim != 2 or rows.shape[0] != x.shape[0]:
+    check_array("x", x, "[T, D]")
+    check_array("rows", rows, "[T, K]")
+    if rows.shape[0] != x.shape[0]:
         raise ValueError(f"rows has shape {rows.shape}; wanted [T, K] with x's T = {x.shape[0]}.")
     if rows.dtype != jnp.int32:
         raise ValueError(f"rows is {rows.dtype}; wanted int32.")
-    if isinstance(n_rows, bool) or not isinstance(n_rows, int) or not 0 <= n_rows <= MOST_ROWS:
-        raise ValueError(f"n_rows is {n_rows!r}; wanted a Python integer from 0 to {MOST_ROWS}.")
+    if not is_integer(n_rows) or not 0 <= n_rows <= MOST_ROWS:
+        raise ValueError(f"n_rows is {n_rows!r}; wanted an integer from 0 to {MOST_ROWS}.")

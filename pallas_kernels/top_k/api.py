@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import check_array, is_integer
 from pallas_kernels.implementation import Choice, Facts, select, target
 from pallas_kernels.top_k.mosaic import Mosaic
 from pallas_kernels.top_k.reference import Reference
@@ -21,7 +22,7 @@ def top_k(scores: jax.Array, k: int, *, implementation: str | None = None) -> ja
 
     Args:
       scores: [T, E] float32.
-      k: from 0 to E, a Python integer.
+      k: from 0 to E, an integer that is no traced one.
       implementation: a name in `IMPLEMENTATIONS`, or None for the first one that serves these arguments.
 
     Returns:
@@ -31,6 +32,7 @@ def top_k(scores: jax.Array, k: int, *, implementation: str | None = None) -> ja
       ValueError: naming the argument, what was seen and what was wanted.
     """
     _check(scores, k)
+    k = int(k)
     chosen = choose(scores, k, implementation=implementation).implementation
     if 0 in (scores.shape[0], k):
         return jnp.zeros((scores.shape[0], k), jnp.int32)
@@ -54,9 +56,8 @@ def choose(scores: jax.Array | jax.ShapeDtypeStruct, k: int, *, implementation: 
 
 
 def _check(scores: jax.Array, k: int) -> None:
-    if scores.ndim != 2:
-        raise ValueError(f"scores has shape {scores.shape}; wanted [T, E].")
+    check_array("scores", scores, "[T, E]")
     if scores.dtype != jnp.float32:
         raise ValueError(f"scores is {scores.dtype}; wanted float32.")
-    if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= scores.shape[1]:
-        raise ValueError(f"k is {k!r}; wanted a Python integer from 0 to {scores.shape[1]}, the experts.")
+    if not is_integer(k) or not 0 <= k <= scores.shape[1]:
+        raise ValueError(f"k is {k!r}; wanted an integer from 0 to {scores.shape[1]}, the experts.")

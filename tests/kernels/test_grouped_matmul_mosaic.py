@@ -39,7 +39,7 @@ class TestMosaic(OnHopper, GroupedMatmulContract):
         if has_hopper():
             super().test_works_under_shard_map_with_replicated_matrices()
         else:  # the mesh's own devices decide, and these are no GPUs
-            with pytest.raises(ValueError, match="'mosaic' refuses: .* not on cpu"):
+            with pytest.raises(ValueError, match=r"'mosaic' refuses: .* not on cpu"):
                 super().test_works_under_shard_map_with_replicated_matrices()
 
     @pytest.mark.parametrize(

@@ -98,6 +98,9 @@ def test_a_tile_must_be_positive(bad):
 @pytest.mark.parametrize(
     "change, message",
     [
+        ({"lhs": [[1.0] * 5] * 4}, r"lhs is a list; wanted an array \[M, K\]"),
+        ({"rhs": 3.0}, r"rhs is a float; wanted an array \[G, N, K\]"),
+        ({"group_sizes": [2, 2]}, r"group_sizes is a list; wanted an array \[G\]"),
         ({"lhs": jnp.ones((2, 4, 5))}, r"lhs has shape \(2, 4, 5\); wanted \[M, K\]"),
         ({"rhs": jnp.ones((3, 5))}, r"rhs has shape \(3, 5\); wanted \[G, N, K\]"),
         ({"group_sizes": jnp.ones((2, 1), int)}, r"group_sizes has shape \(2, 1\); wanted \[G\]"),
@@ -107,6 +110,7 @@ def test_a_tile_must_be_positive(bad):
         ({"lhs": jnp.ones((4, 5), int)}, "lhs is int32; wanted one of"),
         ({"rhs": jnp.ones((2, 3, 5), jnp.float8_e4m3fn)}, "rhs is float8_e4m3fn; wanted one of"),
         ({"out_dtype": jnp.int8}, "out_dtype is int8; wanted one of"),
+        ({"out_dtype": "nonsense"}, r"out_dtype is 'nonsense'; wanted one of \['bfloat16', 'float16', 'float32'\]"),
         ({"activation": "gelu"}, "activation is 'gelu'; wanted one of"),
         ({"group_alignment": 0}, "group_alignment is 0; wanted a positive integer"),
         ({"group_alignment": -8}, "group_alignment is -8; wanted a positive integer"),
@@ -119,3 +123,9 @@ def test_wrong_arguments_are_named(change, message):
     good = {"lhs": jnp.ones((4, 5)), "rhs": jnp.ones((2, 3, 5)), "group_sizes": jnp.array([2, 2])}
     with pytest.raises(ValueError, match=message):
         grouped_matmul(**(good | change))
+
+
+@pytest.mark.quick
+def test_numpys_arrays_and_integers_are_taken():
+    lhs, rhs, sizes = np.ones((4, 5), np.float32), np.ones((2, 3, 5), np.float32), np.array([2, 2])
+    assert (grouped_matmul(lhs, rhs, sizes, group_alignment=np.int64(1)) == 5).all()

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from kernels.scatter_rows_contract import ScatterRowsContract
 
@@ -55,9 +56,10 @@ def test_what_the_kernel_refuses_runs_in_xla(arguments, reason):
         ((3,), (3, 2), 6, r"x has shape \(3,\); wanted \[T, D\]"),
         ((3, 4), (2, 3), 6, r"rows has shape \(2, 3\); wanted \[T, K\] with x's T = 3"),
         ((3, 4), (3,), 6, r"rows has shape \(3,\)"),
-        ((3, 4), (3, 2), -1, "n_rows is -1; wanted a Python integer from 0 to 2147483647"),
+        ((3, 4), (3, 2), -1, "n_rows is -1; wanted an integer from 0 to 2147483647"),
         ((3, 4), (3, 2), 2**31, "n_rows is 2147483648"),
         ((3, 4), (3, 2), True, "n_rows is True"),
+        ((3, 4), (3, 2), 6.0, r"n_rows is 6\.0"),
     ],
 )
 def test_wrong_arguments_are_named(x, rows, n_rows, message):
@@ -68,3 +70,13 @@ def test_wrong_arguments_are_named(x, rows, n_rows, message):
 def test_other_row_numbers_are_refused():
     with pytest.raises(ValueError, match="rows is uint8; wanted int32"):
         scatter_rows(jnp.ones((3, 4)), jnp.zeros((3, 2), jnp.uint8), 6)
+
+
+@pytest.mark.quick
+def test_lists_are_refused_and_numpys_integers_are_taken():
+    x, rows = np.ones((3, 4)), np.zeros((3, 2), np.int32)
+    with pytest.raises(ValueError, match=r"x is a list; wanted an array \[T, D\]"):
+        scatter_rows(x.tolist(), rows, 6)
+    with pytest.raises(ValueError, match=r"rows is a list; wanted an array \[T, K\]"):
+        scatter_rows(x, rows.tolist(), 6)
+    assert scatter_rows(np.ones((3, 4), np.float32), rows, np.int64(6)).shape == (6, 4)

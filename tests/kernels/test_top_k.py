@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from kernels.top_k_contract import TopKContract, random
 
@@ -51,11 +52,18 @@ def test_what_the_kernel_refuses_runs_in_xla(arguments, reason):
     [
         (jnp.ones(3), 1, r"scores has shape \(3,\); wanted \[T, E\]"),
         (jnp.ones((3, 4), jnp.bfloat16), 1, "scores is bfloat16; wanted float32"),
-        (jnp.ones((3, 4)), 5, "k is 5; wanted a Python integer from 0 to 4, the experts"),
+        (jnp.ones((3, 4)), 5, "k is 5; wanted an integer from 0 to 4, the experts"),
         (jnp.ones((3, 4)), -1, "k is -1"),
         (jnp.ones((3, 4)), 1.0, r"k is 1\.0"),
+        (jnp.ones((3, 4)), True, "k is True"),
+        ([[1.0]], 1, r"scores is a list; wanted an array \[T, E\]"),
     ],
 )
 def test_wrong_arguments_are_named(scores, k, message):
     with pytest.raises(ValueError, match=message):
         top_k(scores, k)
+
+
+@pytest.mark.quick
+def test_numpys_arrays_and_integers_are_taken():
+    assert top_k(np.array([[1, 3, 2]], np.float32), np.int64(2)).tolist() == [[1, 2]]
