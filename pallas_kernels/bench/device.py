@@ -54,11 +54,6 @@ class LaunchError(RuntimeError):
     """The records do not tell which kernels are whose."""
 
 
-def device_time(calls: Sequence[Call], *, before: Call | None = None) -> Timing:
-    """Times `calls`, one after the other, after running them to warm up; `before` runs immediately before them."""
-    return time_alone(prepare(calls), before=before)
-
-
 def prepare(calls: Sequence[Call]) -> Group:
     """Compiles and warms up the calls."""
     for _ in range(2):  # XLA records a program as a graph when it runs for the second time.
