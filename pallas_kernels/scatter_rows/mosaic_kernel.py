@@ -13,7 +13,8 @@ with its tokens' rows and their row numbers:
 
 Loads are thus `slots - 1` blocks ahead, and the stores of one block in flight while the next one's are issued. Several
 CTAs a core hide the rest of the latency. Row numbers come through the same ring: the array is flat to the TMA unit,
-and a block is as many tokens as have whole 16 bytes of them.
+and a block is as many tokens as have whole 16 bytes of them. Of a last block that is not full, the unit fills what is
+not there, and nothing reads that.
 
 It refuses rows that the TMA unit cannot move as boxes of at most 256 by 128 elements, and what was not measured.
 
@@ -96,6 +97,4 @@ def scatter(x: jax.Array, rows: jax.Array, n_rows: int, ring: Ring) -> jax.Array
         kernel_name=f"scatter_rows_{ring.tokens}x{ring.slots}",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
-    # A last block that is not full gets row numbers that name nothing.
-    rows = jnp.pad(rows, ((0, blocks * ring.tokens - tokens), (0, 0)), constant_values=-1)
     return kernel(x.reshape(tokens, boxes, LANES), rows.reshape(-1)).reshape(n_rows, width)

@@ -6,8 +6,7 @@ from jax.custom_batching import sequential_vmap
 from pallas_kernels.implementation import Facts, no_hopper_kernels
 
 LANES = 32
-WARPS = 4  # of a warpgroup
-BLOCK = WARPS  # tokens
+BLOCK = 4  # tokens, one for each warp of a warpgroup
 MOST_EXPERTS, MOST_TAKEN = 1024, 64
 FEWEST_TOKENS = BLOCK  # with fewer, XLA's sort is estimated to be as fast
 
@@ -35,6 +34,6 @@ class Mosaic:
 
         @sequential_vmap  # Pallas has no rule for a batch of kernels with barriers.
         def run(scores: jax.Array) -> jax.Array:
-            return take(scores, k, BLOCK)
+            return take(scores, k)
 
         return run(scores)

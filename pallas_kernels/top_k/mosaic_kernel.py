@@ -1,8 +1,7 @@
 """The Hopper kernel: ids[t] = the k largest of scores[t] in order. A warp has a token, a lane every 32nd expert of it.
 
 Scores become int32 keys in the same order, and an expert the pair (key, E - 1 - id): the larger pair is the one that
-comes first, and no two are equal. A block has 4 tokens (or 8, ..), so that each warp has one (or two, ..), and then
-nothing is shared between warps:
+comes first, and no two are equal. A block has 4 tokens, so that each warp has one and shares nothing with the others:
 
     load     the TMA unit brings the block's scores; each lane takes its E / 32 of a token into registers
     sort     each lane sorts its pairs in lists of 4, by exchanges that all lanes make alike
@@ -31,29 +30,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.top_k.mosaic import LANES, WARPS
+from pallas_kernels.top_k.mosaic import BLOCK, LANES
 from pallas_kernels.top_k.reference import ordered
 
 EXCHANGES = {2: ((0, 1),), 4: ((0, 1), (2, 3), (0, 2), (1, 3), (1, 2))}  # by depth: they sort a list of that many
 LEAST = np.iinfo(np.int32).min  # less than the key of any score but one NaN, which has an id
-# Of [tokens, lists, lanes]: a warp has every fourth token, and each of its lanes a pair of every list.
-LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, 1, LANES), (1,))), (-4,), (-2,), -1)
+# Of [tokens, lists, lanes]: a warp has a token, and each of its lanes a pair of every list.
+LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((BLOCK, 1, LANES), (1,))), (-4,), (-2,), -1)
 
 type Pair = tuple[jax.Array, jax.Array]
 type Levels = list[Pair]
 
 
-def take(scores: jax.Array, k: int, block: int) -> jax.Array:
-    """`top_k` for arguments that are not refused, none of them empty; `block` tokens at a time, a multiple of WARPS."""
+def take(scores: jax.Array, k: int) -> jax.Array:
+    """`top_k` for arguments that are not refused, none of them empty."""
     tokens, experts = scores.shape
-    blocks = pl.cdiv(tokens, block)
+    blocks = pl.cdiv(tokens, BLOCK)
     depth = 2 if experts == 4 * LANES else 4  # a lane has two lists or more
-    lists = (block, experts // (depth * LANES), LANES)  # all of their firsts, or of their seconds ..
+    lists = (BLOCK, experts // (depth * LANES), LANES)  # all of their firsts, or of their seconds ..
 
     def body(scores_ref: Any, ids_ref: Any, held: Any, arrived: Any) -> None:
-        first = lax.axis_index("block") * block
+        first = lax.axis_index("block") * BLOCK
         for level in range(depth):
-            some_scores = scores_ref.at[pl.ds(first, block), pl.ds(level * lists[1], lists[1])]
+            some_scores = scores_ref.at[pl.ds(first, BLOCK), pl.ds(level * lists[1], lists[1])]
             plgpu.copy_gmem_to_smem(some_scores, held.at[level], arrived)
         plgpu.barrier_wait(arrived)
         lane, some = (plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, lists, axis), LAYOUT) for axis in (2, 1))
@@ -68,7 +67,7 @@ def take(scores: jax.Array, k: int, block: int) -> jax.Array:
             key, place = levels[0]
             largest = everywhere(of_token(key))
             found = of_token(jnp.where(key == largest, place, -1))
-            ids_ref.at[pl.ds(first, block), taken][...] = experts - 1 - found
+            ids_ref.at[pl.ds(first, BLOCK), taken][...] = experts - 1 - found
             is_taken = place == everywhere(found)
             after = [
                 *levels[1:],
@@ -90,7 +89,7 @@ def take(scores: jax.Array, k: int, block: int) -> jax.Array:
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((blocks * block, k), jnp.int32),
+        out_type=jax.ShapeDtypeStruct((blocks * BLOCK, k), jnp.int32),
         scratch_types=dict(held=plgpu.SMEM((depth, *lists), jnp.float32), arrived=plgpu.Barrier(num_arrivals=depth)),
         grid=(blocks,),
         grid_names=("block",),

@@ -20,11 +20,11 @@ SIZES = [(128, 6), (512, 22), (1024, 64), (128, 64), (384, 8)]
 class TestMosaic(OnHopper, TopKContract):
     implementation = "mosaic"
 
-    @pytest.mark.parametrize("t, block", [(1, 4), (3, 4), (4, 4), (5, 4), (13, 4), (5, 8), (11, 8), (16, 8), (13, 12)])
-    def test_any_number_of_tokens_in_any_blocks(self, t, block):
-        """Fewer tokens than a block, and a last block that is not full."""
+    @pytest.mark.parametrize("t", [1, 3, 5, 8, 13])
+    def test_blocks_that_are_not_full(self, t):
+        """Fewer tokens than a block too, which the choice leaves to XLA."""
         for scores in (random(t, 256), some_of([1, 2], t, 256)):
-            got = jax.jit(functools.partial(take, k=9, block=block))(jnp.asarray(scores))
+            got = jax.jit(functools.partial(take, k=9))(jnp.asarray(scores))
             assert np.array_equal(got, oracle(scores, 9))
 
 
