@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nemotron_moe.kernels import Pieces, cut_for_kernels, row_alignment, scatter_rows
+from nemotron_moe.kernels import Pieces, cut_for_kernels, row_alignment, scatter_rows, target
 from nemotron_moe.validate import check_float32, check_ids, check_shape
 
 # The combine is unrolled up to this many experts per token, so that XLA makes one kernel of it.
@@ -66,9 +66,9 @@ def make_plan(ids: jax.Array, n_experts: int, *, alignment: int | None = None) -
     expert = known_ids(ids, n_experts).reshape(-1)
     slot_of_rank = jnp.argsort(expert, stable=True).astype(jnp.int32)
     expert = expert[slot_of_rank]
-    # Unrolled, the search is one kernel on a GPU, where a loop is dozens.
-    experts = jnp.arange(n_experts + 1, dtype=jnp.int32)
-    starts = jnp.searchsorted(expert, experts, method="scan_unrolled").astype(jnp.int32)
+    # Unrolled, the search is one kernel on a GPU, where a loop is dozens; for a CPU it takes a minute to compile.
+    method = "scan" if target().platform == "cpu" else "scan_unrolled"
+    starts = jnp.searchsorted(expert, jnp.arange(n_experts + 1, dtype=jnp.int32), method=method).astype(jnp.int32)
     sizes = jnp.diff(starts)
     row = jnp.arange(tokens * slots, dtype=jnp.int32)
     slot_of_row = slot_of_rank
@@ -140,20 +140,18 @@ def _combine(y: jax.Array, weights: jax.Array, plan: Plan) -> jax.Array:
 
 
 def _sum_slots(y: jax.Array, weights: jax.Array | None, plan: Plan) -> jax.Array:
-    routed = plan.is_routed()
-
     tokens, slots = plan.row_of_slot.shape
-    first_slot = lax.iota(jnp.int32, tokens) * slots
+    # Slots in front, so that XLA takes all of them in one kernel, which it does not along the last axis.
+    turned = jax.tree.map(jnp.transpose, (plan.row_of_slot, plan.is_routed(), weights))
 
     def one(slot: int | jax.Array) -> jax.Array:
-        def take(array: jax.Array) -> jax.Array:
-            # Not a slice: with many slots XLA would make a kernel of each.
-            return array.reshape(-1).at[first_slot + slot].get(mode="promise_in_bounds")
-
-        rows = y.at[take(plan.row_of_slot)].get(mode="promise_in_bounds").astype(jnp.float32)
-        if weights is not None:
-            rows = take(weights)[:, None] * rows
-        return jnp.where(take(routed)[:, None], rows, 0.0)
+        row, routed, weight = jax.tree.map(
+            lambda array: lax.dynamic_index_in_dim(array, slot, axis=0, keepdims=False), turned
+        )
+        rows = y.at[row].get(mode="promise_in_bounds").astype(jnp.float32)
+        if weight is not None:
+            rows = weight[:, None] * rows
+        return jnp.where(routed[:, None], rows, 0.0)
 
     if not tokens:
         return y.astype(jnp.float32)

@@ -2,10 +2,20 @@
 
 from pallas_kernels.grouped_matmul import Pieces, cut_for_kernels, grouped_matmul
 from pallas_kernels.grouped_matmul import preferred_alignment as row_alignment
+from pallas_kernels.implementation import target
 from pallas_kernels.scatter_rows import scatter_rows
 from pallas_kernels.top_k import top_k
 
-__all__ = ["Pieces", "cut_for_kernels", "grouped_matmul", "row_alignment", "scatter_rows", "steps_around", "top_k"]
+__all__ = [
+    "Pieces",
+    "cut_for_kernels",
+    "grouped_matmul",
+    "row_alignment",
+    "scatter_rows",
+    "steps_around",
+    "target",
+    "top_k",
+]
 
 
 def steps_around(implementation: str | None) -> str | None:

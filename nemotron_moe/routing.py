@@ -1,6 +1,7 @@
 """The router: which experts a token goes to, and with what weight."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -127,7 +128,12 @@ def _weights(scores: jax.Array, ids: jax.Array, config: MoEConfig) -> jax.Array:
 
 @jax.custom_jvp
 def _normalise(scores: jax.Array) -> jax.Array:
-    return scores / (scores.sum(-1, keepdims=True) + 1e-20)
+    return scores / _total(scores)
+
+
+def _total(scores: jax.Array) -> jax.Array:
+    # One addition after the other: XLA orders a reduction as suits the program around it, and the bits would vary.
+    return functools.reduce(jnp.add, jnp.moveaxis(scores, -1, 0))[..., None] + 1e-20
 
 
 @_normalise.defjvp
@@ -135,7 +141,7 @@ def _normalise_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Arra
     # The derivative of a quotient as jax writes it squares the denominator, and (1e-20)^2 is 0 in float32: NaN where
     # all scores underflow.
     (scores,), (d_scores,) = primals, tangents
-    total = scores.sum(-1, keepdims=True) + 1e-20
+    total = _total(scores)
     weights = scores / total
     return weights, (d_scores - weights * d_scores.sum(-1, keepdims=True)) / total
 
