@@ -4,14 +4,16 @@ from typing import Any
 
 import numpy as np
 
+from pallas_kernels.formats import Quantised
+
 
 def check_array(name: str, value: Any, axes: str) -> None:
-    """`value` is an array of JAX or NumPy with these axes, such as "[M, K]".
+    """`value` is an array of JAX or NumPy, or a quantised one, with these axes, such as "[M, K]".
 
     Raises:
       ValueError: if it is none, or has another number of axes.
     """
-    if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+    if not (hasattr(value, "shape") and (hasattr(value, "dtype") or isinstance(value, Quantised))):
         raise ValueError(f"{name} is a {type(value).__name__}; wanted an array {axes}.")
     if len(value.shape) != len(axes.split(",")):
         raise ValueError(f"{name} has shape {value.shape}; wanted {axes}.")

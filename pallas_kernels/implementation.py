@@ -19,7 +19,7 @@ class Facts:
 
     Attributes:
       target: what the program will run on.
-      dtypes: dtype by argument name.
+      dtypes: by argument name, a dtype, or the name of one or of a quantised format.
       sizes: size by dimension name.
     """
 

@@ -38,7 +38,13 @@ def abstract(shape: tuple[int, ...], format: str) -> Quantised:
     return kind.abstract(shape, **static)
 
 
-def quantize(x: jax.Array, format: str | None = None, *, scales_of: Quantised | None = None) -> Any:
+def quantize(
+    x: jax.Array,
+    format: str | None = None,
+    *,
+    outer_scale: jax.Array | None = None,
+    scales_of: Quantised | None = None,
+) -> Any:
     """x [*lead, N, K] as codes and scales; each matrix of the leading axes has its own.
 
     Numbers go to the nearest code, and halfway to the even one; those beyond the largest code go to it, infinity too.
@@ -51,6 +57,8 @@ def quantize(x: jax.Array, format: str | None = None, *, scales_of: Quantised | 
     Args:
       x: bfloat16, float16 or float32.
       format: one of `FORMATS`.
+      outer_scale: float32 [*lead], or [*lead, N] for "fp8_channel": the scale that is constant along K, where it is not
+        to be taken from x. "fp8_block" has none.
       scales_of: an array of x's shape whose format and scales are used instead. `quantize(q.dequantize(),
         scales_of=q)` is q, bit for bit, -0 included, where no product of code and scale leaves float32's normal range.
 
@@ -71,12 +79,21 @@ def quantize(x: jax.Array, format: str | None = None, *, scales_of: Quantised | 
         return _with_codes(scales_of, x.astype(jnp.float32))
     blank = abstract(x.shape, str(format))
     wide = x.astype(jnp.float32)
+    if outer_scale is not None:
+        wanted = None if blank.outer is None else getattr(blank, blank.outer).shape
+        if outer_scale.shape != wanted or outer_scale.dtype != jnp.float32:
+            raise ValueError(
+                f"outer_scale is {outer_scale.dtype}{list(outer_scale.shape)}; {format} of shape {x.shape} wants "
+                + ("none." if wanted is None else f"float32{list(wanted)}.")
+            )
     if isinstance(blank, Nvfp4Array):
-        return _with_codes(_nvfp4_scales(blank, wide), wide)
+        if outer_scale is None:
+            outer_scale = _largest(wide, (None, None), nvfp4.LARGEST * fp8.LARGEST)
+        return _with_codes(_nvfp4_scales(blank, wide, outer_scale), wide)
     assert isinstance(blank, Fp8Array)
-    return _with_codes(
-        dataclasses.replace(blank, scale=_largest(wide, fp8.SHARED[blank.granularity], fp8.LARGEST)), wide
-    )
+    if outer_scale is None:
+        outer_scale = _largest(wide, fp8.SHARED[blank.granularity], fp8.LARGEST)
+    return _with_codes(dataclasses.replace(blank, scale=outer_scale), wide)
 
 
 def _with_codes(array: Any, x: jax.Array) -> Any:
@@ -94,8 +111,7 @@ def _with_codes(array: Any, x: jax.Array) -> Any:
     return dataclasses.replace(array, values=values)
 
 
-def _nvfp4_scales(blank: Nvfp4Array, x: jax.Array) -> Nvfp4Array:
-    global_scale = _largest(x, (None, None), nvfp4.LARGEST * fp8.LARGEST)
+def _nvfp4_scales(blank: Nvfp4Array, x: jax.Array, global_scale: jax.Array) -> Nvfp4Array:
     largest = jnp.max(jnp.abs(x).reshape(*x.shape[:-1], -1, nvfp4.BLOCK), axis=-1)
     outer = global_scale[..., None, None]
     rounded = jnp.clip(_divide(largest, nvfp4.LARGEST) / outer, _E4M3_STEP, fp8.LARGEST)

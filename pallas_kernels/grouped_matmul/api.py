@@ -11,6 +11,8 @@ from jax import dtypes, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import check_array, is_integer
+from pallas_kernels.formats import Quantised
+from pallas_kernels.grouped_matmul.matrices import Matrices, format_of
 from pallas_kernels.grouped_matmul.mosaic import Mosaic, cut_rows
 from pallas_kernels.grouped_matmul.pieces import ALIGNMENT, Pieces
 from pallas_kernels.grouped_matmul.reference import Reference
@@ -25,7 +27,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def grouped_matmul(
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: Matrices,
     group_sizes: jax.Array,
     *,
     activation: str | None = None,
@@ -42,13 +44,17 @@ def grouped_matmul(
     one are zero, and whatever they hold (NaN too) reaches no other row and no gradient. What the sizes reach beyond M
     is cut off. The bits of a row do not depend on where in its group it stands.
 
-    Differentiable in `lhs` and `rhs`, in reverse mode. The cotangent is rounded once to lhs's dtype. The derivative of
-    relu2 is taken from the saved output, 2 * sqrt(out), so it is exact up to the rounding of out; give relu2 an
-    `out_dtype` of float32 where lhs is float16, which holds squares of 2^-12 to 255 only.
+    Quantised matrices are widened block by block too. What of their scales is constant along K multiplies the sums, so
+    that products are exact where nothing varies along K, and with NVFP4 (see `Quantised.operand`).
+
+    Differentiable in `lhs` and, unless it is quantised, `rhs`, in reverse mode. The cotangent is rounded once to lhs's
+    dtype. The derivative of relu2 is taken from the saved output, 2 * sqrt(out), so it is exact up to the rounding of
+    out; give relu2 an `out_dtype` of float32 where lhs is float16, which holds squares of 2^-12 to 255 only.
 
     Args:
       lhs: [M, K], bfloat16, float16 or float32. M = 0 works.
-      rhs: [G, N, K], any of those dtypes; widened or narrowed to lhs's dtype block by block, never as a whole.
+      rhs: [G, N, K], any of those dtypes, or an Fp8Array or Nvfp4Array; brought to lhs's dtype block by block, never as
+        a whole.
       group_sizes: [G] integers, rows of each group; zeros are fine, and negative sizes count as zero.
       activation: None, or "relu2": relu(x)^2.
       out_dtype: one of those dtypes; None means lhs's.
@@ -84,7 +90,7 @@ def grouped_matmul(
 
 def choose(
     lhs: jax.Array | jax.ShapeDtypeStruct,
-    rhs: jax.Array | jax.ShapeDtypeStruct,
+    rhs: Matrices | jax.ShapeDtypeStruct,
     *,
     out_dtype: DTypeLike | None = None,
     group_alignment: int = 1,
@@ -98,7 +104,11 @@ def choose(
     (groups, columns, depth), rows = rhs.shape, lhs.shape[0]
     facts = Facts(
         target=target(),
-        dtypes={"lhs": lhs.dtype, "rhs": rhs.dtype, "out": lhs.dtype if out_dtype is None else out_dtype},
+        dtypes={
+            "lhs": format_of(lhs),
+            "rhs": format_of(rhs),
+            "out": np.dtype(lhs.dtype if out_dtype is None else out_dtype).name,
+        },
         sizes={"rows": rows, "groups": groups, "columns": columns, "depth": depth, "alignment": group_alignment},
     )
     return select("grouped_matmul", IMPLEMENTATIONS, facts, implementation)
@@ -137,7 +147,7 @@ class _Call:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, pieces: Pieces | None) -> jax.Array:
+def _product(call: _Call, lhs: jax.Array, rhs: Matrices, sizes: jax.Array, pieces: Pieces | None) -> jax.Array:
     with jax.named_scope("grouped_matmul"):
         return call.implementation.forward(
             lhs,
@@ -152,7 +162,7 @@ def _product(call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, piec
 
 
 def _forward(
-    call: _Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, pieces: Pieces | None
+    call: _Call, lhs: jax.Array, rhs: Matrices, sizes: jax.Array, pieces: Pieces | None
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     out = _product(call, lhs, rhs, sizes, pieces)
     return out, (lhs, rhs, sizes, pieces, None if call.activation is None else out)
@@ -164,10 +174,13 @@ def _backward(call: _Call, residuals: tuple[Any, ...], dout: jax.Array) -> tuple
         dlhs = call.implementation.dlhs(
             dout, out, rhs, sizes, alignment=call.alignment, out_dtype=lhs.dtype, tile=call.tile, pieces=pieces
         )
-    with jax.named_scope("grouped_matmul_drhs"):
-        drhs = call.implementation.drhs(
-            dout, out, lhs, sizes, alignment=call.alignment, out_dtype=rhs.dtype, tile=call.tile, pieces=pieces
-        )
+    if isinstance(rhs, Quantised):
+        drhs = None  # codes have no gradient
+    else:
+        with jax.named_scope("grouped_matmul_drhs"):
+            drhs = call.implementation.drhs(
+                dout, out, lhs, sizes, alignment=call.alignment, out_dtype=rhs.dtype, tile=call.tile, pieces=pieces
+            )
     no_gradient = jax.tree.map(lambda array: np.zeros(array.shape, dtypes.float0), (sizes, pieces))
     return dlhs, drhs, *no_gradient
 
@@ -177,15 +190,20 @@ _product.defvjp(_forward, _backward)
 
 def _check(
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: Matrices,
     group_sizes: jax.Array,
     activation: str | None,
     out_dtype: DTypeLike | None,
     group_alignment: int,
 ) -> None:
+    floating = {"lhs": lhs}
+    if isinstance(rhs, Quantised):
+        rhs.check("rhs")
+    else:
+        floating["rhs"] = rhs
     for name, array, axes in (("lhs", lhs, "[M, K]"), ("rhs", rhs, "[G, N, K]"), ("group_sizes", group_sizes, "[G]")):
         check_array(name, array, axes)
-    for name, dtype in (("lhs", lhs.dtype), ("rhs", rhs.dtype), ("out_dtype", out_dtype)):
+    for name, dtype in {**{name: array.dtype for name, array in floating.items()}, "out_dtype": out_dtype}.items():
         if dtype is not None and (seen := _name(dtype)) not in DTYPES:
             raise ValueError(f"{name} is {seen}; wanted one of {list(DTYPES)}.")
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):

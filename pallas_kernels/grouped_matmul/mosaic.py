@@ -25,8 +25,8 @@ class Mosaic:
         if (reason := no_hopper_kernels(facts.target)) is not None:
             return reason
         for name in ("lhs", "rhs", "out"):
-            if facts.dtypes[name] != jnp.bfloat16:
-                return f"{name} is {jnp.dtype(facts.dtypes[name])}; it takes bfloat16"
+            if facts.dtypes[name] != "bfloat16":
+                return f"{name} is {facts.dtypes[name]}; it takes bfloat16"
         for name, multiple in (("columns", 64), ("depth", 64), ("rows", ALIGNMENT)):
             if facts.sizes[name] % multiple:
                 return f"{name} is {facts.sizes[name]}; it takes multiples of {multiple}"

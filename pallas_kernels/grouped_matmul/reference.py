@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.formats import Quantised
+from pallas_kernels.grouped_matmul.matrices import Matrices
 from pallas_kernels.grouped_matmul.pieces import Pieces
 from pallas_kernels.grouped_matmul.tile import Tile
 from pallas_kernels.implementation import Facts
@@ -22,7 +24,7 @@ class Reference:
     def forward(
         self,
         lhs: jax.Array,
-        rhs: jax.Array,
+        rhs: Matrices,
         group_sizes: jax.Array,
         *,
         alignment: int,
@@ -31,7 +33,11 @@ class Reference:
         tile: Tile | None,
         pieces: Pieces | None,
     ) -> jax.Array:
-        every = _einsum("mk,gnk->mgn", lhs, rhs.astype(lhs.dtype))
+        every = _einsum(
+            "mk,gnk->mgn", lhs, rhs.operand(lhs.dtype) if isinstance(rhs, Quantised) else rhs.astype(lhs.dtype)
+        )
+        if isinstance(rhs, Quantised) and (scale := rhs.row_scale()) is not None:
+            every = every * scale[None, :, :, 0]
         member = membership(lhs.shape[0], group_sizes, alignment)[:, :, None]
         acc = jnp.sum(jnp.where(member, every, 0.0), axis=1)
         return activate(acc, activation).astype(out_dtype)
@@ -40,7 +46,7 @@ class Reference:
         self,
         dout: jax.Array,
         out: jax.Array | None,
-        rhs: jax.Array,
+        rhs: Matrices,
         group_sizes: jax.Array,
         *,
         alignment: int,
@@ -48,7 +54,8 @@ class Reference:
         tile: Tile | None,
         pieces: Pieces | None,
     ) -> jax.Array:
-        every = _einsum("mn,gnk->mgk", cotangent(dout, out, out_dtype), rhs.astype(out_dtype))
+        matrices = rhs.dequantize(out_dtype) if isinstance(rhs, Quantised) else rhs.astype(out_dtype)
+        every = _einsum("mn,gnk->mgk", cotangent(dout, out, out_dtype), matrices)
         member = membership(dout.shape[0], group_sizes, alignment)[:, :, None]
         return jnp.sum(jnp.where(member, every, 0.0), axis=1).astype(out_dtype)
 

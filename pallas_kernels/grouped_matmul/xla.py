@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.grouped_matmul.matrices import Matrices, blocks, element_bytes
 from pallas_kernels.grouped_matmul.pieces import Pieces
 from pallas_kernels.grouped_matmul.reference import activate, cotangent, group_bounds
 from pallas_kernels.grouped_matmul.tile import Tile, default_tile, most_tiles
@@ -36,7 +37,7 @@ class Xla:
     def forward(
         self,
         lhs: jax.Array,
-        rhs: jax.Array,
+        rhs: Matrices,
         group_sizes: jax.Array,
         *,
         alignment: int,
@@ -59,7 +60,7 @@ class Xla:
         self,
         dout: jax.Array,
         out: jax.Array | None,
-        rhs: jax.Array,
+        rhs: Matrices,
         group_sizes: jax.Array,
         *,
         alignment: int,
@@ -131,7 +132,7 @@ class Xla:
 def _rows_times_matrices(
     read: Callable[[jax.Array, int], jax.Array],
     dtype: DTypeLike,
-    rhs: jax.Array,
+    rhs: Matrices,
     out_axis: int,
     group_sizes: jax.Array,
     alignment: int,
@@ -157,7 +158,7 @@ def _rows_times_matrices(
             rows=m,
             groups=groups,
             columns=n,
-            column_bytes=depth * max(itemsize, rhs.dtype.itemsize),
+            column_bytes=depth * max(itemsize, element_bytes(rhs)),
             row_bytes=depth * itemsize + 4 * n,  # 4: the float32 sums
         )
     rows, columns, batch = dataclasses.astuple(tile.within(m, n, groups))
@@ -174,12 +175,10 @@ def _rows_times_matrices(
 
         def one_block(block: jax.Array, result: jax.Array) -> jax.Array:
             column = jnp.minimum(block * columns, n - columns)
-            if out_axis == 1:
-                matrices = _cuts(rhs, (group, column, 0), (1, columns, depth))[:, 0].astype(dtype)
-                acc = _rows_by_columns(some_rows, matrices)
-            else:
-                matrices = _cuts(rhs, (group, 0, column), (1, depth, columns))[:, 0].astype(dtype)
-                acc = _dot(some_rows, matrices, 2, 1)
+            matrices, scale = blocks(rhs, group, out_axis, column, columns, dtype)
+            acc = _rows_by_columns(some_rows, matrices) if out_axis == 1 else _dot(some_rows, matrices, 2, 1)
+            if scale is not None:
+                acc = acc * scale
             new = finish(acc).astype(result.dtype)
             # One tile is a window already.
             new = new[0] if batch == 1 else new.reshape(-1, columns).at[place].get(mode="clip")
