@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import gc
 import json
 import math
 import re
@@ -60,6 +61,7 @@ def measure(load: Callable[[], tuple]) -> dict[str, float]:
     """Runs `load` once: seconds, GB/s of the weights, peak host memory over their size, and files opened."""
     opened: list[str] = []
     sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+    gc.collect()  # jax lets go of host memory that it has taken over only when Python collects.
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # Starts a new peak.
     start = time.perf_counter()

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
+from checkpoints.declared import Declared, read_declared
 from checkpoints.errors import CheckpointError, listed, parse_json, refuse_pointer, shown
 from checkpoints.names import prefixes_of_layers
 from checkpoints.safetensors_file import SafetensorsFile
@@ -55,6 +56,11 @@ class Checkpoint:
         if not (self.folder / "config.json").is_file():
             raise CheckpointError(f"{shown(self.folder)} has no config.json, which says how large its layers are.")
         return moe_layers_from_hf(self.folder)
+
+    @functools.cached_property
+    def declared(self) -> Declared:
+        """What the configs say of number formats; where they cannot be read, nothing, with a warning."""
+        return read_declared(self.folder)
 
     def close(self) -> None:
         for file in self._files.values():

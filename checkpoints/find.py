@@ -1,18 +1,50 @@
 """Finds one MoE layer in a checkpoint's files, complete and as its config says, before any of it is read."""
 
 import dataclasses
+from collections.abc import Mapping
 
+import jax
 import numpy as np
 
+from checkpoints.declared import Declared
 from checkpoints.directory import Checkpoint
 from checkpoints.errors import CheckpointError, listed, shown
-from checkpoints.formats import UNQUANTISED, format_of
+from checkpoints.formats import UNQUANTISED, Piece, Stored, family, resolve
 from checkpoints.names import Place, check_names, expected_places, prefix_of
 from checkpoints.safetensors_file import SafetensorsFile, TensorInfo
 from checkpoints.slices import Source
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.hf_config import pick_layer
-from nemotron_moe.weights import abstract_weights
+from nemotron_moe.weights import PLAIN, abstract_weights
+from pallas_kernels.formats import Quantised
+
+# Part of a quantised array that a file may have for all, some or none of the experts.
+_INPUT = "input_scale"
+
+
+@dataclasses.dataclass(frozen=True)
+class FieldFormat:
+    """How a field of `MoEWeights` is stored in the files.
+
+    Attributes:
+      published: the format's name, such as "NVFP4 (ModelOpt)" or "BF16".
+      format: the quantised array's, such as "nvfp4"; None where the field is not quantised.
+      scales: dtype and shape by tensor name of the scales that are loaded; of the first expert where there are several.
+      declared: what the checkpoint's configs say: "FP8", "NVFP4", "unquantised", another format's name, or None where
+        they are silent.
+      contradicted: the modules whose tensors are of another kind than declared.
+    """
+
+    published: str
+    format: str | None
+    scales: dict[str, tuple[str, tuple[int, ...]]]
+    declared: str | None
+    contradicted: tuple[str, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether no module is stored in another way than the configs declare."""
+        return not self.contradicted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,21 +53,39 @@ class FoundLayer:
 
     Attributes:
       config: the layer's sizes.
-      dtypes: the stored dtype by field of `MoEWeights`.
+      stored: by field of `MoEWeights`, the dtype or the abstract quantised array; `gate` may be quantised here.
+      formats: the same for people.
       sources: where the parts of the fields are.
     """
 
     config: MoEConfig
-    dtypes: dict[str, np.dtype]
+    stored: dict[str, np.dtype | Quantised]
+    formats: dict[str, FieldFormat]
     sources: list[Source]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weight:
+    """A weight of the layer: where it belongs, and how it is stored."""
+
+    name: str
+    place: Place
+    stored: Stored
+
+    @property
+    def module(self) -> str:
+        return self.name.removesuffix(".weight")
+
+    def pieces(self, *, inputs: bool) -> dict[str, tuple[str, Piece]]:
+        return {part: piece for part, piece in self.stored.pieces.items() if inputs or part != _INPUT}
 
 
 def find_layer(checkpoint: Checkpoint, layer: int | str) -> FoundLayer:
     """Opens the files of one layer and checks everything that their headers tell.
 
     Raises:
-      CheckpointError: if the layer is not there, its files are missing, damaged or contradict the index, it is
-        quantised, its tensors are not those of its config, or its experts differ in dtype.
+      CheckpointError: if the layer is not there, its files are missing, damaged or contradict the index, its tensors
+        are not those of its config, or are in a format that is not read, or its experts differ in their format.
       ValueError: if config.json does not have that MoE layer.
     """
     prefix = prefix_of(layer, checkpoint.layers)
@@ -44,10 +94,100 @@ def find_layer(checkpoint: Checkpoint, layer: int | str) -> FoundLayer:
     tensors = {name: info for name, (_, info) in found.items()}
     shapes = {field: leaf.shape for field, leaf in abstract_weights(config).items().items()}
     places = expected_places(prefix, shapes, tensors)
-    _refuse_quantised(places, tensors)
-    check_names(places, tensors, f"Layer {layer} of {shown(checkpoint.folder)}")
-    sources = [source for name, place in places.items() for source in _sources(*found[name], name, place)]
-    return FoundLayer(config, _stored_dtypes(places, tensors), sources)
+    weights = [_Weight(name, place, _stored(tensors, name, place)) for name, place in places.items()]
+    wanted = {name: piece for weight in weights for name, piece in weight.stored.pieces.values()}
+    check_names(wanted, tensors, {weight.module for weight in weights}, f"Layer {layer} of {shown(checkpoint.folder)}")
+    stored: dict[str, np.dtype | Quantised] = {}
+    formats: dict[str, FieldFormat] = {}
+    sources: list[Source] = []
+    for field, shape in shapes.items():
+        own = [weight for weight in weights if weight.place.field == field]
+        inputs = all(_INPUT in weight.stored.pieces for weight in own)
+        stored[field] = _array(own, tensors, shape, inputs=inputs)
+        formats[field] = _format(own, tensors, stored[field], checkpoint.declared, inputs=inputs)
+        for weight in own:
+            for part, (name, piece) in weight.pieces(inputs=inputs).items():
+                leaf = f"{field}.{part}" if part else field
+                sources += _sources(*found[name], name, piece, leaf, weight.place.expert)
+    return FoundLayer(config, stored, formats, sources)
+
+
+def _stored(tensors: Mapping[str, TensorInfo], weight: str, place: Place) -> Stored:
+    """How a weight is stored; one that is missing is wanted in the file."""
+    stored = resolve(tensors, weight, place.shape)
+    if stored is None:
+        packed = f"{weight}_packed"
+        name = packed if f"{weight.removesuffix('.weight')}.weight_global_scale" in tensors else weight
+        piece = Piece(place.shape, (place.shape,), UNQUANTISED, scale=False)
+        return Stored("missing", None, {"": (name, piece)})
+    if place.field in PLAIN:  # Its activations are never quantised.
+        return dataclasses.replace(stored, pieces={part: one for part, one in stored.pieces.items() if part != _INPUT})
+    return stored
+
+
+def _array(
+    weights: list[_Weight], tensors: Mapping[str, TensorInfo], shape: tuple[int, ...], *, inputs: bool
+) -> np.dtype | Quantised:
+    """What a field is stored as, which all its weights must agree on."""
+    first = weights[0]
+    for weight in weights:
+        one, other = (_described(each, tensors, inputs=inputs) for each in (weight, first))
+        if one != other:
+            name, its = (next(iter(each.stored.pieces.values()))[0] for each in (weight, first))
+            raise CheckpointError(f"{name} is {one} but {its} is {other}; experts must share a number format.")
+    pieces = first.pieces(inputs=inputs)
+    dtypes = {part: piece.read_as(tensors[name]).numpy_dtype for part, (name, piece) in pieces.items()}
+    if first.stored.kind is None:
+        return dtypes[""]
+    kind, static = first.stored.kind
+    blank = kind.abstract(shape, **static)
+    # Where the experts are, each has a scalar.
+    shapes = {part: shape[:-2] if part == _INPUT else getattr(blank, part).shape for part in dtypes}
+    leaves = {part: jax.ShapeDtypeStruct(shapes[part], dtype) for part, dtype in dtypes.items()}
+    without = [number for number, weight in enumerate(weights) if _INPUT not in weight.stored.pieces]
+    uncalibrated = tuple(without) if len(without) < len(weights) else ()
+    return dataclasses.replace(blank, **leaves, uncalibrated=uncalibrated)
+
+
+def _described(weight: _Weight, tensors: Mapping[str, TensorInfo], *, inputs: bool) -> str:
+    """The format of a weight with the dtypes of its scales."""
+    scales = {
+        name.rpartition(".")[2]: piece.read_as(tensors[name]).dtype
+        for name, piece in weight.pieces(inputs=inputs).values()
+        if piece.scale
+    }
+    return " with ".join([weight.stored.published, *(f"{name} {dtype}" for name, dtype in scales.items())])
+
+
+def _format(
+    weights: list[_Weight],
+    tensors: Mapping[str, TensorInfo],
+    stored: np.dtype | Quantised,
+    declared: Declared,
+    *,
+    inputs: bool,
+) -> FieldFormat:
+    published = weights[0].stored.published
+    if published == "NVFP4 (ModelOpt)" and not any(_INPUT in weight.stored.pieces for weight in weights):
+        published = "NVFP4 (ModelOpt, weights only)"
+    scales = {
+        name: (tensors[name].dtype, tensors[name].shape)
+        for name, piece in weights[0].pieces(inputs=inputs).values()
+        if piece.scale
+    }
+    said = (
+        {}
+        if weights[0].place.field in ("norm", "gate_bias")
+        else {weight.module: declared.of(weight.module, router=weight.place.field == "gate") for weight in weights}
+    )
+    others = {module: kind for module, kind in said.items() if kind not in (None, family(published))}
+    return FieldFormat(
+        published=published,
+        format=stored.format if isinstance(stored, Quantised) else None,
+        scales=scales,
+        declared=next(iter([*others.values(), *said.values()]), None),
+        contradicted=tuple(others),
+    )
 
 
 def _find_tensors(checkpoint: Checkpoint, prefix: str) -> dict[str, tuple[SafetensorsFile, TensorInfo]]:
@@ -70,27 +210,10 @@ def _find_tensors(checkpoint: Checkpoint, prefix: str) -> dict[str, tuple[Safete
     return found
 
 
-def _refuse_quantised(places: dict[str, Place], tensors: dict[str, TensorInfo]) -> None:
-    for name in places:
-        packed = f"{name}_packed"
-        if (name in tensors or packed in tensors) and (found := format_of(tensors, name)):
-            name = packed if packed in tensors else name
-            raise CheckpointError(f"{name} is {found}; load_layer reads {', '.join(UNQUANTISED)}.")
-
-
-def _stored_dtypes(places: dict[str, Place], tensors: dict[str, TensorInfo]) -> dict[str, np.dtype]:
-    """The dtype of each field; all experts must agree."""
-    first: dict[str, str] = {}
-    for name, place in places.items():
-        other = first.setdefault(place.field, name)
-        if tensors[name].dtype != tensors[other].dtype:
-            raise CheckpointError(
-                f"{name} is {tensors[name].dtype} but {other} is {tensors[other].dtype}; experts must share a dtype."
-            )
-    return {field: tensors[name].numpy_dtype for field, name in first.items()}
-
-
-def _sources(file: SafetensorsFile, info: TensorInfo, name: str, place: Place) -> list[Source]:
-    if place.expert is None and len(info.shape) == 3:
-        return [Source(file, name, info.at(expert), place.field, expert) for expert in range(info.shape[0])]
-    return [Source(file, name, info, place.field, place.expert)]
+def _sources(
+    file: SafetensorsFile, info: TensorInfo, name: str, piece: Piece, leaf: str, expert: int | None
+) -> list[Source]:
+    info = piece.read_as(info)
+    if expert is None and len(info.shape) == 3:
+        return [Source(file, name, info.at(one), leaf, one) for one in range(info.shape[0])]
+    return [Source(file, name, info, leaf, expert, piece.scale)]

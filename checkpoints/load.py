@@ -3,21 +3,27 @@
 import dataclasses
 import operator
 import os
+import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from checkpoints.directory import Checkpoint
-from checkpoints.find import FoundLayer, find_layer
+from checkpoints.errors import CheckpointError, listed
+from checkpoints.find import FieldFormat, FoundLayer, find_layer
 from checkpoints.names import prefix_of
 from checkpoints.progress import Progress, reporting
 from checkpoints.slices import Bounds, Read, bounds, plan_reads, read_slices
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.sharding import ShardingRules
-from nemotron_moe.weights import MoEWeights, abstract_weights, stored_dtype
+from nemotron_moe.weights import MoEWeights, abstract_weights, dequantized, stored_format
+from pallas_kernels.formats import Quantised
 
 _COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -27,7 +33,8 @@ class _Plan:
     """What this process reads of a layer, and what becomes of it."""
 
     config: MoEConfig
-    abstract: MoEWeights
+    abstract: MoEWeights  # what is returned
+    read: dict[str, Any]  # what is read, by field: the same, or quantised where it becomes dequantised
     wanted: dict[str, list[Bounds]]
     reads: list[Read]
 
@@ -47,13 +54,15 @@ def load_layer(
       path: folder with `config.json` and safetensors files, or a repository's folder in the Hugging Face hub's cache.
       layer: a number, or the name of a multi-token-prediction block such as "mtp.layers.1" (see `list_moe_layers`).
       dtype: bfloat16, float16 or float32 for all weights; but `gate_bias` is always float32, and `gate` is never
-        narrowed. None keeps what is stored (a `gate_bias` stored in 16 bits is widened, which is exact).
+        narrowed. Quantised weights are dequantised on the device, a field at a time. None keeps what is stored, and
+        quantised weights packed (but widens a `gate_bias` stored in 16 bits, and dequantises a `gate` to float32).
       mesh, rules: where the weights go, as in `abstract_weights`. Each process reads the rows and experts that its
         devices hold, once. Without a mesh they go to jax's default device.
       progress: called with (bytes done, bytes in total) as the load goes on. None shows a bar for 1 GiB and more.
 
     Raises:
-      CheckpointError: (a ValueError) if files are missing, damaged or contradict each other, or the layer is quantised.
+      CheckpointError: (a ValueError) if files are missing, damaged or contradict each other, a number format is not
+        known, or a scale is NaN, infinite, zero or negative.
       ValueError: if config.json does not have that MoE layer, or an argument is wrong.
     """
     (loaded,) = load_layers(path, [layer], dtype=dtype, mesh=mesh, rules=rules, progress=progress).values()
@@ -85,7 +94,9 @@ def load_layers(
     with Checkpoint(path, layers[0] if layers else None) as checkpoint:
         plans = {}
         for layer in checkpoint.layers if layers is None else layers:
-            plans[layer] = _plan(find_layer(checkpoint, layer), dtype, mesh, rules)
+            found = find_layer(checkpoint, layer)
+            _warn(found, layer)
+            plans[layer] = _plan(found, dtype, mesh, rules)
         with reporting(progress, sum(read.nbytes for plan in plans.values() for read in plan.reads)) as step:
             return {layer: (_weights(plan, step), plan.config) for layer, plan in plans.items()}
 
@@ -112,6 +123,30 @@ def layer_files(path: str | os.PathLike[str], layer: int | str) -> list[str]:
         return sorted({file for name, file in checkpoint.weight_map.items() if name.startswith(prefix)})
 
 
+def layer_formats(path: str | os.PathLike[str], layer: int | str) -> dict[str, FieldFormat]:
+    """How each field of a layer is stored, from the headers of its files; no weights are read.
+
+    Raises:
+      CheckpointError: as `load_layer`, but for what only the values tell.
+    """
+    layer = _checked(layer)
+    with Checkpoint(path, layer) as checkpoint:
+        return find_layer(checkpoint, layer).formats
+
+
+def _warn(found: FoundLayer, layer: int | str) -> None:
+    """Says so if the configs declare other number formats than the tensors have."""
+    wrong = [(module, one) for one in found.formats.values() for module in one.contradicted]
+    if wrong:
+        names = listed([f"{module} is {one.published}, declared {one.declared}" for module, one in wrong], limit=3)
+        warnings.warn(
+            f"Layer {layer}: the number formats in config.json or hf_quant_config.json are not those of the tensors, "
+            f"which are what is loaded: {names}.",
+            UserWarning,
+            skip_file_prefixes=(str(Path(__file__).parent),),
+        )
+
+
 def _checked(layer: int | str) -> int | str:
     if isinstance(layer, str):
         return layer
@@ -128,10 +163,37 @@ def _dtype_name(dtype: DTypeLike) -> str:
 
 
 def _plan(found: FoundLayer, dtype: DTypeLike | None, mesh: Mesh | None, rules: ShardingRules | None) -> _Plan:
-    formats = {field: stored_dtype(field, is_, dtype) for field, is_ in found.dtypes.items() if field != "gate_bias"}
+    formats = {
+        # The router is never quantised: dequantised it is float32.
+        field: stored_format(field, jnp.float32 if field == "gate" and isinstance(stored, Quantised) else stored, dtype)
+        for field, stored in found.stored.items()
+        if field != "gate_bias"
+    }
     abstract = abstract_weights(found.config, formats=formats, mesh=mesh, rules=rules)
-    wanted = {field: _wanted(leaf) for field, leaf in abstract.items().items()}
-    return _Plan(found.config, abstract, wanted, plan_reads(found.sources, wanted))
+    read = {field: _read_as(found.stored[field], leaf, field) for field, leaf in abstract.items().items()}
+    wanted = {name: _wanted(leaf) for field, like in read.items() for name, leaf in _leaves(field, like).items()}
+    return _Plan(found.config, abstract, read, wanted, plan_reads(found.sources, wanted))
+
+
+def _read_as(stored: np.dtype | Quantised, leaf: Any, field: str) -> Any:
+    """The abstract array to read for a field that shall become `leaf`: quantised as stored, or as `leaf` is."""
+    if not isinstance(stored, Quantised) or isinstance(leaf, Quantised):
+        return leaf
+    if (sharding := leaf.sharding) is None:
+        return stored
+    try:
+        return stored.placed(sharding, field)
+    except ValueError:
+        # It cuts blocks, which the dequantised array does not have: each device takes whole matrices first.
+        whole = PartitionSpec(*sharding.spec[: stored.ndim - 2])
+        return stored.placed(NamedSharding(sharding.mesh, whole), field)
+
+
+def _leaves(field: str, like: Any) -> dict[str, Any]:
+    """The arrays that a field consists of, by the names that sources give them."""
+    if not isinstance(like, Quantised):
+        return {field: like}
+    return {f"{field}.{part}": getattr(like, part) for part in like.parts()}
 
 
 def _wanted(leaf: jax.ShapeDtypeStruct) -> list[Bounds]:
@@ -143,15 +205,36 @@ def _wanted(leaf: jax.ShapeDtypeStruct) -> list[Bounds]:
 
 
 def _weights(plan: _Plan, step: Callable[[int], None]) -> MoEWeights:
-    abstract = plan.abstract.items()
-    arrays = read_slices(plan.reads, plan.wanted, {field: leaf.dtype for field, leaf in abstract.items()}, step)
+    leaves = {name: leaf for field, like in plan.read.items() for name, leaf in _leaves(field, like).items()}
+    arrays = read_slices(plan.reads, plan.wanted, {name: leaf.dtype for name, leaf in leaves.items()}, step)
 
-    def leaf(field: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+    def on_device(name: str) -> jax.Array:
+        like = leaves[name]
+        mine = {part: arrays.pop((name, part)) for part in plan.wanted[name]}
         if like.sharding is None:
-            return jax.device_put(arrays.pop((field, plan.wanted[field][0])))
+            return jax.device_put(mine[plan.wanted[name][0]])
         return jax.make_array_from_callback(
-            like.shape, like.sharding, lambda index: arrays[field, bounds(index or (), like.shape)], dtype=like.dtype
+            like.shape, like.sharding, lambda index: mine[bounds(index or (), like.shape)], dtype=like.dtype
         )
 
+    def value(field: str, wanted: Any) -> Any:
+        like = plan.read[field]
+        if not isinstance(like, Quantised):
+            return on_device(field)
+        parts: dict[str, Any] = {part: on_device(f"{field}.{part}") for part in like.parts()}
+        array = dataclasses.replace(like, **parts)
+        return array if isinstance(wanted, Quantised) else _dequantised(array, wanted, field)
+
     # Waits, so that the next layer's memory comes after this one's has gone to the device.
-    return jax.block_until_ready(MoEWeights(**{field: leaf(field, like) for field, like in abstract.items()}))
+    return jax.block_until_ready(
+        MoEWeights(**{field: value(field, wanted) for field, wanted in plan.abstract.items().items()})
+    )
+
+
+def _dequantised(array: Quantised, wanted: jax.ShapeDtypeStruct, field: str) -> jax.Array:
+    result = jax.block_until_ready(dequantized(array, wanted.dtype, wanted.sharding))
+    if wanted.dtype == jnp.float16 and bool(jnp.isinf(result).any()):
+        raise CheckpointError(
+            f"{field} has values that overflow float16; load it in bfloat16 or float32, or as it is (dtype=None)."
+        )
+    return result

@@ -3,9 +3,10 @@
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from checkpoints.errors import LISTED, CheckpointError, listed, shown
+from checkpoints.formats import Piece
 from checkpoints.safetensors_file import TensorInfo
 
 # Field of MoEWeights -> name behind the layer's prefix (N is the expert), and the name in files that hold all experts
@@ -25,8 +26,12 @@ TABLE: dict[str, tuple[str, str | None]] = {
 # Parts of a multi-token-prediction block that are not its MoE layer.
 _MTP_OWN = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.weight")
 
-# Scales of the activations: the computation is in the activations' own precision and has no use for them.
-_ACTIVATION_SCALES = (".input_scale", ".input_global_scale")
+# Scales of the activations around a module, for which there is no use where they are not part of its weight.
+_ACTIVATION_SCALES = ("input_scale", "input_global_scale", "output_scale")
+_CACHE_SCALES = ("k_scale", "v_scale")
+
+# What belongs to a weight, and says nothing more where that is missing.
+_WEIGHT_SCALES = ("weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale")
 
 # A comparison of two names is slow, and a stranger's file may hold very many.
 _COMPARED = 100
@@ -39,7 +44,7 @@ _LAYER = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a tensor of the file belongs: `expert` is None if it is the field's whole array."""
+    """Where a weight belongs: `expert` is None if it is the field's whole array. `shape` is its own, unquantised."""
 
     field: str
     expert: int | None
@@ -76,7 +81,7 @@ def prefix_of(layer: int | str, layers: Mapping[int | str, list[str]]) -> str:
 
 
 def expected_places(prefix: str, shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> dict[str, Place]:
-    """The tensors that a layer consists of, by name.
+    """The weights that a layer consists of, by the names that they have when they are not packed.
 
     Args:
       prefix: of the layer.
@@ -103,29 +108,56 @@ def expected_places(prefix: str, shapes: Mapping[str, tuple[int, ...]], names: I
     return places
 
 
-def check_names(places: Mapping[str, Place], tensors: Mapping[str, TensorInfo], where: str) -> None:
-    """Every expected tensor is there in its shape, and every tensor of the layer is expected.
+def check_names(
+    wanted: Mapping[str, Piece], tensors: Mapping[str, TensorInfo], modules: Collection[str], where: str
+) -> None:
+    """Every wanted tensor is there in its shape and dtype, and every tensor of the layer is wanted or known.
+
+    Args:
+      wanted: by name.
+      tensors: all tensors of the layer.
+      modules: the names of the modules that have a weight, as in "...mixer.fc1_latent_proj".
+      where: which layer of which checkpoint, for the message.
 
     Raises:
-      CheckpointError: listing the missing, surplus and wrongly shaped tensors.
+      CheckpointError: listing the tensors that are missing, surplus, wrongly shaped or of a wrong dtype.
     """
-    surplus = [name for name in tensors if name not in places and not _ignored(name, places)]
-    missing = _with_suggestions([name for name in places if name not in tensors], surplus)
+    absent = [name for name in wanted if name not in tensors]
+    lost = {name.rpartition(".")[0] for name in absent if name.endswith((".weight", ".weight_packed"))}
+    surplus = [name for name in tensors if name not in wanted and not _ignored(name, modules, lost)]
+    there = [(name, tensors[name], piece) for name, piece in wanted.items() if name in tensors]
     shapes = [
-        f"{name} {list(tensors[name].shape)} (wanted {list(place.shape)})"
-        for name, place in places.items()
-        if name in tensors and tensors[name].shape != place.shape
+        f"{name} {list(info.shape)} (wanted {' or '.join(str(list(shape)) for shape in piece.shapes)}"
+        f"{f': {piece.hint}' if piece.hint else ''})"
+        for name, info, piece in there
+        if info.shape not in piece.shapes
     ]
-    faults = {"missing": missing, "surplus": surplus, "wrongly shaped": shapes}
+    dtypes = [
+        f"{name} {info.dtype} (wanted {' or '.join(piece.dtypes)})"
+        for name, info, piece in there
+        if info.dtype not in piece.dtypes
+    ]
+    faults = {
+        "missing": _with_suggestions(absent, surplus),
+        "surplus": surplus,
+        "wrongly shaped": shapes,
+        "of a wrong dtype": dtypes,
+    }
     if found := [f"{fault}: {listed(names)}" for fault, names in faults.items() if names]:
-        raise CheckpointError(f"{where} does not have the tensors that its config.json asks for. {'; '.join(found)}.")
+        raise CheckpointError(
+            f"{where} does not have the tensors that its config.json and its number formats ask for. "
+            f"{'; '.join(found)}."
+        )
 
 
-def _ignored(name: str, places: Mapping[str, Place]) -> bool:
+def _ignored(name: str, modules: Collection[str], lost: Collection[str]) -> bool:
     if name.startswith("mtp.") and name.split(".", 3)[-1] in _MTP_OWN:
         return True
-    return any(
-        f"{name.removesuffix(ending)}.weight" in places for ending in _ACTIVATION_SCALES if name.endswith(ending)
+    module, _, last = name.rpartition(".")
+    return (
+        last in _CACHE_SCALES
+        or (last in _ACTIVATION_SCALES and module in modules)
+        or (last in _WEIGHT_SCALES and module in lost)
     )
 
 

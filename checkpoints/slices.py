@@ -15,18 +15,25 @@ Bounds = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A vector or matrix in a file that is `field`'s whole array, or row `expert` of its first axis."""
+    """A scalar, vector or matrix in a file that is `leaf`'s whole array, or row `expert` of its first axis.
+
+    Attributes:
+      info: where it is, and as what it is read; the file may give its shape more axes of size 1.
+      leaf: name of an array, such as "gate" or "experts_up_proj.scale".
+      scale: whether its numbers must be finite and positive.
+    """
 
     file: SafetensorsFile
     name: str
     info: TensorInfo
-    field: str
+    leaf: str
     expert: int | None
+    scale: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """One read from a file: some rows of `source`, for all parts of the array that need those rows."""
+    """One read from a file: some rows of `source` (a scalar is one), for all parts of the array that need them."""
 
     source: Source
     rows: tuple[int, int]
@@ -34,7 +41,8 @@ class Read:
 
     @property
     def row_bytes(self) -> int:
-        return self.source.info.nbytes // self.source.info.shape[0]
+        info = self.source.info
+        return info.nbytes // info.shape[0] if info.shape else info.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -47,16 +55,17 @@ def bounds(index: Iterable[slice], shape: tuple[int, ...]) -> Bounds:
 
 
 def plan_reads(sources: Iterable[Source], wanted: Mapping[str, Sequence[Bounds]]) -> list[Read]:
-    """The reads that fill the `wanted` parts of each field, in the order of the files' bytes.
+    """The reads that fill the `wanted` parts of each leaf, in the order of the files' bytes.
 
     Experts and rows that no part wants are not read. Columns are: a file is read in whole rows.
     """
     reads = []
     for source in sorted(sources, key=lambda source: (source.file.path, source.info.start)):
         by_rows: dict[tuple[int, int], list[Bounds]] = {}
-        for part in wanted[source.field]:
+        for part in wanted[source.leaf]:
             if source.expert is None or part[0][0] <= source.expert < part[0][1]:
-                by_rows.setdefault(_within(source, part)[0], []).append(part)
+                rows = (*_within(source, part), (0, 1))[0]
+                by_rows.setdefault(rows, []).append(part)
         reads += [Read(source, rows, tuple(parts)) for rows, parts in by_rows.items()]
     return reads
 
@@ -67,33 +76,37 @@ def read_slices(
     dtypes: Mapping[str, np.dtype],
     report: Callable[[int], None],
 ) -> dict[tuple[str, Bounds], np.ndarray]:
-    """Carries out planned reads: the array of every wanted part, in `dtypes` of its field.
+    """Carries out planned reads: the array of every wanted part, in `dtypes` of its leaf.
 
     Args:
       reads: from `plan_reads` with the same `wanted`.
       report: called after each read with its number of bytes.
 
     Raises:
-      CheckpointError: if a file became shorter meanwhile, or holds a value that overflows the dtype.
+      CheckpointError: if a file became shorter meanwhile, holds a value that overflows the dtype, or a scale that is
+        NaN, infinite, zero or negative.
     """
     arrays = {
-        (field, part): _empty(tuple(stop - start for start, stop in part), dtypes[field])
-        for field, parts in wanted.items()
+        (leaf, part): _empty(tuple(stop - start for start, stop in part), dtypes[leaf])
+        for leaf, parts in wanted.items()
         for part in parts
     }
     scratch = np.empty(max((read.nbytes for read in reads), default=0), np.uint8)
     for read in reads:
         source, (start, stop) = read.source, read.rows
-        position, shape = source.info.start + start * read.row_bytes, (stop - start, *source.info.shape[1:])
-        targets = [_target(arrays[source.field, part], source, part) for part in read.parts]
-        if len(targets) == 1 and (targets[0].shape, targets[0].dtype) == (shape, source.info.numpy_dtype):
-            source.file.read_into(position, targets[0])
+        info = source.info
+        position, shape = info.start + start * read.row_bytes, (stop - start, *info.shape[1:]) if info.shape else ()
+        targets = [_target(arrays[source.leaf, part], source, part) for part in read.parts]
+        if len(targets) == 1 and (targets[0].shape, targets[0].dtype) == (shape, info.numpy_dtype):
+            source.file.read_into(position, values := targets[0])
         else:
-            rows = scratch[: read.nbytes].view(source.info.numpy_dtype).reshape(shape)
-            source.file.read_into(position, rows)
+            values = scratch[: read.nbytes].view(info.numpy_dtype).reshape(shape)
+            source.file.read_into(position, values)
             for target, part in zip(targets, read.parts, strict=True):
                 columns = (slice(*bound) for bound in _within(source, part)[1:])
-                _convert(rows[:, *columns], target, source.name)
+                _convert(values[:, *columns] if shape else values, target, source.name)
+        if source.scale:
+            _check_scales(values, source, start)
         report(read.nbytes)
     return arrays
 
@@ -105,7 +118,26 @@ def _within(source: Source, part: Bounds) -> Bounds:
 
 def _target(array: np.ndarray, source: Source, part: Bounds) -> np.ndarray:
     """Where in the part's array the values of `source` go."""
-    return array if source.expert is None else array[source.expert - part[0][0]]
+    return array if source.expert is None else array[source.expert - part[0][0], ...]
+
+
+def _check_scales(values: np.ndarray, source: Source, first_row: int) -> None:
+    """Raises unless all are finite and positive; `values` are the rows of `source` from `first_row` on."""
+    if values.dtype.itemsize == 1:
+        # Of the e4m3 bytes 1 to 0x7E are; 0 is zero, 0x7F is NaN, and the upper half is negative.
+        bad = values.view(np.uint8) - np.uint8(1) > 0x7D
+    else:
+        wide = values.astype(np.float32)
+        bad = ~(np.isfinite(wide) & (wide > 0))
+    if not bad.any():
+        return
+    first = int(np.argmax(bad))
+    number, row = values.reshape(-1)[first], math.prod(source.info.shape[1:])
+    place = np.unravel_index(first_row * row + first, source.file.tensors[source.name].shape)
+    raise CheckpointError(
+        f"{shown(source.name)} has the scale {float(number)} at {[int(index) for index in place]}, in "
+        f"{shown(source.file.path)}; wanted a finite positive number: the file is damaged, or was quantised wrongly."
+    )
 
 
 def _convert(values: np.ndarray, target: np.ndarray, name: str) -> None:

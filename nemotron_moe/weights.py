@@ -6,16 +6,24 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.sharding import ShardingRules
+from pallas_kernels.formats import FORMATS, Quantised, abstract
 
 # What weights and activations may be.
 DTYPES = ("bfloat16", "float16", "float32")
 
-# A jax.Array; in an abstract tree a jax.ShapeDtypeStruct; None where the layer has no such weight.
+# The fields that are never quantised: the router chooses, and vectors are too small for it to be worth it.
+PLAIN = ("norm", "gate", "gate_bias")
+
+# How a field is stored: a dtype, the name of a quantised format ("nvfp4"), or an abstract array of such a format.
+Format = DTypeLike | Quantised
+
+# A jax.Array or a quantised array; in an abstract tree with jax.ShapeDtypeStructs; None where the layer has no such
+# weight.
 Leaf = Any
 
 # The logical axes of every field, outermost first; `ShardingRules` maps them to a mesh.
@@ -38,7 +46,8 @@ class MoEWeights:
     """Weights of one layer in the checkpoint's layout `[out, in]`; the experts are stacked in front.
 
     H hidden, L latent, D = L or H, E experts, I inside a routed expert, S inside the shared expert. Fields that a layer
-    does not have are None. Computation is in the activations' dtype, whatever the weights' dtype is.
+    does not have are None. Computation is in the activations' dtype, whatever the weights' dtype is. Every matrix but
+    `gate` may be a quantised array (`Fp8Array`, `Nvfp4Array` of `pallas_kernels.formats`) of the same shape.
 
     Attributes:
       norm: [H], the RMS norm before the mixer.
@@ -67,11 +76,15 @@ class MoEWeights:
     def astype(self, dtype: DTypeLike) -> Self:
         """All weights in `dtype`, but `gate_bias`, which stays float32, and `gate`, which is never narrowed.
 
-        (A router in bfloat16 chooses other experts for about 1 in 100 tokens.)
+        (A router in bfloat16 chooses other experts for about 1 in 100 tokens.) Quantised weights are dequantised.
         """
-        return dataclasses.replace(
-            self, **{name: value.astype(stored_dtype(name, value.dtype, dtype)) for name, value in self.items().items()}
-        )
+
+        def cast(name: str, value: Leaf) -> Leaf:
+            if isinstance(value, Quantised):
+                return dequantized(value, dtype)
+            return value.astype(stored_format(name, value.dtype, dtype))
+
+        return dataclasses.replace(self, **{name: cast(name, value) for name, value in self.items().items()})
 
     @property
     def nbytes(self) -> int:
@@ -84,9 +97,20 @@ class MoEWeights:
         return "MoEWeights(\n" + "\n".join(lines) + "\n)"
 
 
-def stored_dtype(name: str, dtype: DTypeLike, wanted: DTypeLike | None) -> jnp.dtype:
-    """The dtype of field `name` when a caller wants `wanted` (None: as it is) for an array of `dtype`."""
-    dtype = jnp.dtype(dtype)
+def dequantized(array: Quantised, dtype: DTypeLike, sharding: NamedSharding | None = None) -> jax.Array:
+    """`array.dequantize(dtype)` as one program, which takes no memory but that of the result.
+
+    Args:
+      sharding: of the result; None leaves it to the compiler, which keeps the array's own.
+    """
+    return jax.jit(Quantised.dequantize, static_argnums=1, out_shardings=sharding)(array, jnp.dtype(dtype))
+
+
+def stored_format(name: str, stored: Format, wanted: DTypeLike | None) -> Format:
+    """The dtype or quantised format of field `name` when a caller wants dtype `wanted` (None: as it is stored)."""
+    if isinstance(stored, Quantised):
+        return stored if wanted is None else jnp.dtype(wanted)
+    dtype = jnp.dtype(stored)
     if wanted is None or name == "gate_bias":
         return dtype
     wanted = jnp.dtype(wanted)
@@ -96,7 +120,7 @@ def stored_dtype(name: str, dtype: DTypeLike, wanted: DTypeLike | None) -> jnp.d
 def abstract_weights(
     config: MoEConfig,
     *,
-    formats: Mapping[str, DTypeLike] | None = None,
+    formats: Mapping[str, Format] | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     rules: ShardingRules | None = None,
 ) -> MoEWeights:
@@ -104,32 +128,66 @@ def abstract_weights(
 
     Args:
       config: the layer.
-      formats: dtype by field name; bfloat16 where it is silent. `gate_bias` is always float32.
+      formats: by field name a dtype, a quantised format ("fp8_tensor", "fp8_channel", "fp8_block", "nvfp4"), or an
+        abstract quantised array of the field's shape; bfloat16 where it is silent. `gate_bias` is always float32, and
+        `norm` and `gate` are never quantised.
       mesh: if given, each leaf carries its NamedSharding on it.
       rules: how logical axes map to the mesh's axes; None leaves every leaf whole on every device.
 
     Raises:
-      ValueError: on an unknown field in `formats`, `rules` without `mesh`, or sizes that the mesh does not divide.
+      ValueError: on an unknown field in `formats`, or a format that does not fit it, `rules` without `mesh`, or sizes
+        that the mesh does not divide or where it would cut the blocks of a quantised format.
     """
     formats = dict(formats or {})
     shapes = _shapes(config)
     if unknown := sorted(set(formats) - set(shapes)):
         raise ValueError(f"formats names {unknown}, which this layer does not have; it has {list(shapes)}.")
-    for name, dtype in formats.items():
-        if jnp.dtype(dtype).name not in DTYPES:
-            raise ValueError(f"formats asks for {name} in {jnp.dtype(dtype)}; wanted one of {', '.join(DTYPES)}.")
-    if jnp.dtype(formats.setdefault("gate_bias", jnp.float32)) != jnp.float32:
-        raise ValueError(f"formats asks for gate_bias in {jnp.dtype(formats['gate_bias'])}; it is always float32.")
+    formats = {name: _format(name, shape, formats.get(name)) for name, shape in shapes.items()}
     if rules is not None and mesh is None:
         raise ValueError("rules is given without mesh; pass the mesh whose axes the rules name.")
 
     def leaf(name: str, shape: tuple[int, ...]) -> Any:
-        sharding = None
+        stored, sharding = formats[name], None
         if mesh is not None:
             sharding = (rules or ShardingRules()).sharding(mesh, LOGICAL_AXES[name], shape, name)
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(formats.get(name, jnp.bfloat16)), sharding=sharding)
+        if isinstance(stored, Quantised):
+            return stored if sharding is None else stored.placed(sharding, name)
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(stored), sharding=sharding)
 
     return MoEWeights(**{name: leaf(name, shape) for name, shape in shapes.items()})
+
+
+def _format(name: str, shape: tuple[int, ...], asked: Format | None) -> jnp.dtype | Quantised:
+    """The format that `abstract_weights` is asked for, checked."""
+    if asked is None:
+        return jnp.dtype(jnp.float32 if name == "gate_bias" else jnp.bfloat16)
+    if isinstance(asked, Quantised) or (isinstance(asked, str) and asked in FORMATS):
+        return _quantised(name, shape, asked)
+    known = f"{', '.join(DTYPES)}, {', '.join(FORMATS)}, or an abstract quantised array"
+    try:
+        dtype = jnp.dtype(asked)
+    except TypeError:
+        raise ValueError(f"formats asks for {name} in {asked!r}; wanted one of {known}.") from None
+    if dtype.name not in DTYPES:
+        raise ValueError(f"formats asks for {name} in {dtype}; wanted one of {known}.")
+    if name == "gate_bias" and dtype != jnp.float32:
+        raise ValueError(f"formats asks for gate_bias in {dtype}; it is always float32.")
+    return dtype
+
+
+def _quantised(name: str, shape: tuple[int, ...], asked: Quantised | str) -> Quantised:
+    if name in PLAIN:
+        raise ValueError(f"formats asks for {name} in {asked}; it is never quantised: wanted {', '.join(DTYPES)}.")
+    try:
+        array = abstract(shape, asked) if isinstance(asked, str) else asked
+        array.check(name)
+    except ValueError as error:
+        raise ValueError(f"formats asks for {name} {list(shape)} in {asked}, which does not fit: {error}") from None
+    if array.shape != shape:
+        raise ValueError(
+            f"formats gives {name} the shape {list(array.shape)}, as {array!r}; the layer's is {list(shape)}."
+        )
+    return array
 
 
 def init_weights(
@@ -182,4 +240,6 @@ def _shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, Quantised):
+        return f"{value.format}{list(value.shape)}"
     return f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") else repr(value)

@@ -12,6 +12,10 @@ from checkpoints.safetensors_file import SafetensorsFile
 
 FIXTURES = Path(__file__).parent / "fixtures"
 UNQUANTISED = ("bf16_direct", "bf16_latent", "fused3d_direct", "puzzle_bf16")
+QUANTISED = (
+    *("fp8_modelopt_direct", "fp8_ct_channel_latent", "fp8_block_direct", "nvfp4_modelopt_direct"),
+    *("nvfp4_modelopt_latent", "nvfp4_ct_direct", "w4a16_modelopt_direct", "mixed_modelopt_latent"),
+)
 
 _NAMES = {
     np.dtype(dtype): name
@@ -127,6 +131,39 @@ def layer_tensors(prefix: str, config: dict, *, seed: int = 0, dtype=ml_dtypes.b
     tensors = {prefix + name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
     bias = rng.standard_normal(experts).astype(np.float32)
     return tensors | {prefix + "mixer.gate.e_score_correction_bias": bias}
+
+
+def quantised_matrix(module: str, scheme: str, shape: tuple[int, int], seed: int = 0) -> dict[str, np.ndarray]:
+    """A matrix [N, K] of random codes and scales as `scheme` names its tensors: "fp8_tensor", "fp8_channel",
+    "fp8_block", "nvfp4" as Model Optimizer writes them, or "nvfp4_ct", as compressed-tensors does.
+    """
+    rng, (n, k), one = np.random.default_rng(seed), shape, np.ones((), np.float32)
+
+    def scales(*shape: int, dtype=np.float32) -> np.ndarray:
+        return rng.uniform(0.5, 2, shape).astype(dtype)
+
+    if scheme.startswith("nvfp4"):
+        codes = rng.integers(0, 256, (n, k // 2), np.uint8)
+        inner = scales(n, k // 16, dtype=ml_dtypes.float8_e4m3fn)
+        if scheme == "nvfp4":
+            named = {"weight": codes, "weight_scale": inner, "weight_scale_2": scales(), "input_scale": scales()}
+        else:
+            outer = {"weight_global_scale": scales(1), "input_global_scale": scales(1)}
+            named = {"weight_packed": codes, "weight_scale": inner, **outer}
+    else:
+        codes = rng.integers(0, 0x7F, shape, np.uint8) | (rng.integers(0, 2, shape, np.uint8) << 7)
+        scale = {"tensor": (), "channel": (n,), "block": (-(-n // 128), -(-k // 128))}[scheme.removeprefix("fp8_")]
+        values = codes.view(ml_dtypes.float8_e4m3fn)
+        named = {"weight": values, "weight_scale": scales(*scale) * one, "input_scale": scales()}
+    return {f"{module}.{name}": np.asarray(array) for name, array in named.items()}
+
+
+def with_quantised(tensors: dict[str, np.ndarray], scheme: str, modules: str = "experts") -> dict[str, np.ndarray]:
+    """The tensors, those matrices quantised whose names contain `modules`; each has numbers of its own."""
+    changed = dict(tensors)
+    for seed, name in enumerate(name for name in tensors if modules in name and name.endswith("proj.weight")):
+        changed |= quantised_matrix(name.removesuffix(".weight"), scheme, changed.pop(name).shape, seed)
+    return changed
 
 
 def shuffled(tensors: dict[str, np.ndarray], shards: int, *, seed: int = 0) -> dict[str, dict[str, np.ndarray]]:

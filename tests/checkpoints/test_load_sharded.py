@@ -148,10 +148,10 @@ def read_by(folder, layer, parts_of):
         found = find_layer(checkpoint, layer)
         wanted = {field: parts_of(field, leaf.shape) for field, leaf in abstract_weights(found.config).items().items()}
         reads = plan_reads(found.sources, wanted)
-        arrays = read_slices(reads, wanted, found.dtypes, lambda nbytes: None)
+        arrays = read_slices(reads, wanted, found.stored, lambda nbytes: None)
         counted = sum(file.bytes_read for file in {id(read.source.file): read.source.file for read in reads}.values())
         assert counted == sum(read.nbytes for read in reads)
-        return arrays, {field: sum(read.nbytes for read in reads if read.source.field == field) for field in wanted}
+        return arrays, {field: sum(read.nbytes for read in reads if read.source.leaf == field) for field in wanted}
 
 
 def whole(shape):
