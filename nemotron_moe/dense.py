@@ -1,11 +1,15 @@
 """The layer's dense pieces: RMS norm, linear projections, the shared expert."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from nemotron_moe.activations import quantised_rows
 from nemotron_moe.validate import check_activations, check_shape
+from pallas_kernels.formats import Quantised
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float = 1e-5) -> jax.Array:
@@ -22,23 +26,36 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float = 1e-5) -> jax.Arra
 
 
 def linear(
-    x: jax.Array, weight: jax.Array, *, activation: str | None = None, out_dtype: DTypeLike | None = None
+    x: jax.Array,
+    weight: jax.Array | Quantised,
+    *,
+    activation: str | None = None,
+    out_dtype: DTypeLike | None = None,
+    quantize_activations: str | None = None,
 ) -> jax.Array:
     """x [..., in] times weight [out, in] transposed -> [..., out] in `out_dtype` (None: x's).
 
-    The weight is cast to x's dtype; the sum is float32 (float32 operands multiply at the highest precision), and so is
-    the activation: None or "relu2", max(v, 0)^2.
+    The weight is brought to x's dtype; the sum is float32 (float32 operands multiply at the highest precision), and so
+    are a quantised weight's scale, where it is constant along `in`, and the activation: None or "relu2", max(v, 0)^2.
+    `quantize_activations` is that of `moe_block`.
 
     Raises:
       ValueError: on shapes or dtypes that do not fit, or an unknown activation.
     """
-    if jnp.ndim(weight) != 2:
-        raise ValueError(f"weight has shape {jnp.shape(weight)}; wanted [out, in].")
+    if len(getattr(weight, "shape", ())) != 2:
+        raise ValueError(f"weight is {weight!r}; wanted an array [out, in].")
     check_activations("x", x, weight.shape[-1])
+    scale = None
+    if isinstance(weight, Quantised):
+        weight.check("weight")
+        x = quantised_rows(x.reshape(-1, x.shape[-1]), weight, quantize_activations).reshape(x.shape)
+        scale, weight = weight.row_scale(), weight.operand(x.dtype)
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     out = jnp.einsum(
         "...i,oi->...o", x, weight.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32
     )
+    if scale is not None:
+        out = out * lax.expand_dims(scale[:, 0], range(out.ndim - 1))
     if activation == "relu2":
         out = jnp.square(jax.nn.relu(out))
     elif activation is not None:
@@ -51,14 +68,21 @@ def squares_dtype(dtype: DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if dtype == jnp.float16 else dtype)
 
 
-def shared_expert(x: jax.Array, up_proj: jax.Array, down_proj: jax.Array) -> jax.Array:
+def shared_expert(
+    x: jax.Array,
+    up_proj: jax.Array | Quantised,
+    down_proj: jax.Array | Quantised,
+    *,
+    quantize_activations: str | None = None,
+) -> jax.Array:
     """relu(x @ up^T)^2 @ down^T: x [..., H], up_proj [S, H], down_proj [H, S] -> [..., H] in x's dtype.
 
-    In float16 the squares are kept in float32, and so is the second product.
+    The projections may be quantised. In float16 the squares are kept in float32, and so is the second product.
 
     Raises:
       ValueError: on shapes or dtypes that do not fit.
     """
     check_shape("down_proj", down_proj, (x.shape[-1], up_proj.shape[0]))
-    inner = linear(x, up_proj, activation="relu2", out_dtype=squares_dtype(x.dtype))
-    return linear(inner, down_proj, out_dtype=x.dtype)
+    multiply = functools.partial(linear, quantize_activations=quantize_activations)
+    inner = multiply(x, up_proj, activation="relu2", out_dtype=squares_dtype(x.dtype))
+    return multiply(inner, down_proj, out_dtype=x.dtype)

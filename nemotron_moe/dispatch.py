@@ -40,6 +40,12 @@ class Plan:
         """[M] int32, T for a row that no slot has."""
         return self.slot_of_row // max(self.row_of_slot.shape[1], 1)
 
+    def expert_of_row(self) -> jax.Array:
+        """[M] int32; of a row that no expert has, any."""
+        ends = jnp.cumsum(_round_up(self.group_sizes, self.alignment), dtype=jnp.int32)
+        row = jnp.arange(self.slot_of_row.shape[0], dtype=jnp.int32)
+        return _search(ends, row, side="right").clip(0, max(self.group_sizes.shape[0] - 1, 0))
+
     def is_routed(self) -> jax.Array:
         """[T, K] bool: the slot has an expert."""
         return self.row_of_slot < _round_up(self.group_sizes, self.alignment).sum(dtype=jnp.int32)
@@ -66,9 +72,7 @@ def make_plan(ids: jax.Array, n_experts: int, *, alignment: int | None = None) -
     expert = known_ids(ids, n_experts).reshape(-1)
     slot_of_rank = jnp.argsort(expert, stable=True).astype(jnp.int32)
     expert = expert[slot_of_rank]
-    # Unrolled, the search is one kernel on a GPU, where a loop is dozens; for a CPU it takes a minute to compile.
-    method = "scan" if target().platform == "cpu" else "scan_unrolled"
-    starts = jnp.searchsorted(expert, jnp.arange(n_experts + 1, dtype=jnp.int32), method=method).astype(jnp.int32)
+    starts = _search(expert, jnp.arange(n_experts + 1, dtype=jnp.int32))
     sizes = jnp.diff(starts)
     row = jnp.arange(tokens * slots, dtype=jnp.int32)
     slot_of_row = slot_of_rank
@@ -86,6 +90,13 @@ def make_plan(ids: jax.Array, n_experts: int, *, alignment: int | None = None) -
         pieces=cut_for_kernels(sizes, slot_of_row.shape[0]) if alignment == row_alignment() else None,
         alignment=alignment,
     )
+
+
+def _search(ascending: jax.Array, values: jax.Array, side: str = "left") -> jax.Array:
+    """jnp.searchsorted in int32."""
+    # Unrolled, it is one kernel on a GPU, where a loop is dozens; for a CPU it takes a minute to compile.
+    method = "scan" if target().platform == "cpu" else "scan_unrolled"
+    return jnp.searchsorted(ascending, values, side=side, method=method).astype(jnp.int32)
 
 
 def _put(array: jax.Array, at: jax.Array, values: jax.Array) -> jax.Array:

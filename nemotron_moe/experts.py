@@ -4,20 +4,23 @@ import functools
 
 import jax
 
+from nemotron_moe.activations import quantised_rows
 from nemotron_moe.dense import squares_dtype
 from nemotron_moe.dispatch import Plan, combine, gather_rows
 from nemotron_moe.kernels import grouped_matmul, steps_around
 from nemotron_moe.validate import check_activations, check_shape
+from pallas_kernels.formats import Quantised
 
 
 def routed_experts(
     x: jax.Array,
     weights: jax.Array,
     plan: Plan,
-    up_proj: jax.Array,
-    down_proj: jax.Array,
+    up_proj: jax.Array | Quantised,
+    down_proj: jax.Array | Quantised,
     *,
     implementation: str | None = None,
+    quantize_activations: str | None = None,
 ) -> jax.Array:
     """sum over k of weights[:, k] * (relu(x @ up^T)^2 @ down^T) of each token's k-th expert.
 
@@ -25,9 +28,10 @@ def routed_experts(
       x: [T, D].
       weights: [T, K] float32.
       plan: `make_plan(ids, E)` of the chosen experts ids [T, K].
-      up_proj: [E, I, D].
-      down_proj: [E, D, I].
+      up_proj: [E, I, D], quantised or not.
+      down_proj: [E, D, I], likewise.
       implementation: of the grouped products; None picks one.
+      quantize_activations: that of `moe_block`.
 
     Returns:
       [T, D] in x's dtype.
@@ -47,9 +51,12 @@ def routed_experts(
         pieces=plan.pieces,
         implementation=implementation,
     )
+    expert = None if quantize_activations is None else plan.expert_of_row()
     with jax.named_scope("experts_up"):
+        rows = quantised_rows(rows, up_proj, quantize_activations, expert)
         inner = multiply(rows, up_proj, activation="relu2", out_dtype=squares_dtype(x.dtype))
     with jax.named_scope("experts_down"):
+        inner = quantised_rows(inner, down_proj, quantize_activations, expert)
         out = multiply(inner, down_proj, out_dtype=x.dtype)
     with jax.named_scope("combine"):
         return combine(out, weights, plan)

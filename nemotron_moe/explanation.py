@@ -107,7 +107,7 @@ def _step(name: str, operation: str, choice: Choice[Any], *arrays: jax.ShapeDtyp
     return Step(
         name=name,
         operation=operation,
-        shapes=" x ".join(f"{array.dtype}{list(array.shape)}" for array in arrays),
+        shapes=" x ".join(f"{grouped_matmul.format_of(array)}{list(array.shape)}" for array in arrays),
         implementation=choice.implementation.name,
         reasons=dict(choice.passed_over),
     )

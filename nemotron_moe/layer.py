@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from nemotron_moe.activations import check_mode
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.dense import linear, rms_norm, shared_expert
 from nemotron_moe.dispatch import make_plan
@@ -46,6 +47,7 @@ def moe_block(
     *,
     parallel: None = None,
     implementation: str | None = None,
+    quantize_activations: str | None = None,
     token_mask: jax.Array | None = None,
     routing: Routing | None = None,
     return_aux: bool = False,
@@ -60,6 +62,9 @@ def moe_block(
       parallel: None, the only value so far: the layer runs on one device.
       implementation: of the grouped products. None picks one for this platform, dtype and sizes (`explain` says which
         and why); a name ("xla", "mosaic") means that one, or an error. The steps around them follow, where they can.
+      quantize_activations: None computes with the activations as they are. "fp8" and "nvfp4" quantise what goes into
+        products with weights of that format, with a scale for each token; "fp8_static" and "nvfp4_static" with the
+        checkpoint's `input_scale`. Simulated: their values are rounded, the products are the same.
       token_mask: [...] bool. A token that is False gives 0, whatever it holds, and counts nowhere.
       routing: experts to use instead of the router's choice, over h's leading dimensions.
       return_aux: return (output, `Aux`) instead of the output alone.
@@ -71,7 +76,18 @@ def moe_block(
       ValueError: at trace time, naming the argument, what was seen and what was wanted.
     """
     check_activations("h", h, config.hidden_size)
-    return _layer(h, weights, config, parallel, implementation, token_mask, routing, return_aux, is_block=True)
+    return _layer(
+        h,
+        weights,
+        config,
+        parallel,
+        implementation,
+        quantize_activations,
+        token_mask,
+        routing,
+        return_aux,
+        is_block=True,
+    )
 
 
 def moe_mixer(
@@ -81,6 +97,7 @@ def moe_mixer(
     *,
     parallel: None = None,
     implementation: str | None = None,
+    quantize_activations: str | None = None,
     token_mask: jax.Array | None = None,
     routing: Routing | None = None,
     return_aux: bool = False,
@@ -90,7 +107,18 @@ def moe_mixer(
     Arguments, result and errors are those of `moe_block`; `weights.norm` is not used.
     """
     check_activations("x", x, config.hidden_size)
-    return _layer(x, weights, config, parallel, implementation, token_mask, routing, return_aux, is_block=False)
+    return _layer(
+        x,
+        weights,
+        config,
+        parallel,
+        implementation,
+        quantize_activations,
+        token_mask,
+        routing,
+        return_aux,
+        is_block=False,
+    )
 
 
 def _layer(
@@ -99,6 +127,7 @@ def _layer(
     config: MoEConfig,
     parallel: None,
     implementation: str | None,
+    quantize_activations: str | None,
     token_mask: jax.Array | None,
     routing: Routing | None,
     return_aux: bool,
@@ -107,6 +136,7 @@ def _layer(
 ) -> Any:
     leading = h.shape[:-1]
     check_weights(weights, config)
+    check_mode(quantize_activations, weights)
     check_unsharded("the activations' array", h)
     check_unsharded("weights", weights)
     check_token_mask(token_mask, leading)
@@ -122,6 +152,7 @@ def _layer(
     if token_mask is not None:
         # Selected away, not multiplied: a padding row may hold NaN. A row of zeros gives zeros in every branch.
         h = jnp.where(token_mask[:, None], h, jnp.zeros((), h.dtype))
+    multiply = functools.partial(linear, quantize_activations=quantize_activations)
     x = h
     if is_block:
         with jax.named_scope("norm"):
@@ -139,18 +170,21 @@ def _layer(
     z = x
     if config.moe_latent_size:
         with jax.named_scope("fc1_latent_proj"):
-            z = linear(x, weights.fc1_latent_proj)
+            z = multiply(x, weights.fc1_latent_proj)
     with jax.named_scope("plan"):
         plan = make_plan(routing.ids, config.n_routed_experts)
     up, down = weights.experts_up_proj, weights.experts_down_proj
-    routed = routed_experts(z, routing.weights, plan, up, down, implementation=implementation)
+    routed = routed_experts(
+        z, routing.weights, plan, up, down, implementation=implementation, quantize_activations=quantize_activations
+    )
     if config.moe_latent_size:
         with jax.named_scope("fc2_latent_proj"):
-            routed = linear(routed, weights.fc2_latent_proj)
+            routed = multiply(routed, weights.fc2_latent_proj)
     terms = [h, routed] if is_block else [routed]
     if config.moe_shared_expert_intermediate_size:
         with jax.named_scope("shared_expert"):
-            terms.append(shared_expert(x, weights.shared_experts_up_proj, weights.shared_experts_down_proj))
+            up, down = weights.shared_experts_up_proj, weights.shared_experts_down_proj
+            terms.append(shared_expert(x, up, down, quantize_activations=quantize_activations))
     out = functools.reduce(jnp.add, (term.astype(jnp.float32) for term in terms)).astype(h.dtype)
     out = out.reshape(*leading, config.hidden_size)
     if not return_aux:

@@ -6,6 +6,7 @@ import numpy as np
 
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.weights import MoEWeights
+from pallas_kernels.formats import to_float64
 
 
 def moe_block(
@@ -25,7 +26,7 @@ def moe_mixer(
 
     Args:
       x: [T, H], the normed activations, of any real dtype.
-      weights: the layer's weights, of any real dtype.
+      weights: the layer's weights, of any real dtype or quantised.
       config: the layer.
       token_mask: [T] bool; tokens that are False give 0 and are not routed.
       ids: [T, K], experts to use instead of the router's choice; outside [0, E) they contribute nothing.
@@ -88,7 +89,7 @@ def moe_mixer(
 
 
 def _wide(x: Any) -> np.ndarray:
-    return np.asarray(x).astype(np.float64)
+    return to_float64(x)
 
 
 def _tokens(x: Any, token_mask: Any) -> np.ndarray:

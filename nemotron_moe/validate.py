@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from nemotron_moe.config import MoEConfig
-from nemotron_moe.weights import DTYPES, MoEWeights, abstract_weights
+from nemotron_moe.weights import DTYPES, PLAIN, MoEWeights, abstract_weights
+from pallas_kernels.formats import Quantised
 
 
 def check_activations(name: str, x: Any, width: int) -> None:
@@ -46,7 +47,7 @@ def check_ids(name: str, x: Any, shape: tuple[int, ...]) -> None:
 
 def check_shape(name: str, x: Any, shape: tuple[int, ...]) -> None:
     """`x` is an array of exactly this shape."""
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+    if not hasattr(x, "shape") or not (hasattr(x, "dtype") or isinstance(x, Quantised)):
         raise ValueError(f"{name} is a {type(x).__name__}; wanted an array of shape {shape}.")
     if tuple(x.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; wanted {shape}.")
@@ -70,6 +71,11 @@ def check_weights(weights: MoEWeights, config: MoEConfig) -> None:
         )
     for name, leaf in seen.items():
         check_shape(f"weights.{name}", leaf, wanted[name].shape)
+        if isinstance(leaf, Quantised):
+            leaf.check(f"weights.{name}")
+            if name in PLAIN:
+                raise ValueError(f"weights.{name} is {leaf.format}; it is kept unquantised: use its dequantize().")
+            continue
         if jnp.dtype(leaf.dtype).name not in DTYPES:
             raise ValueError(f"weights.{name} has dtype {leaf.dtype}; wanted one of {', '.join(DTYPES)}.")
     if weights.gate_bias.dtype != jnp.float32:

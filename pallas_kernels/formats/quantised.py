@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import jax
@@ -51,8 +52,16 @@ def _spread(leaf: jax.Array, axis: int, block: int, size: int, window: Window) -
         return leaf if block == 1 else lax.slice_in_dim(jnp.repeat(leaf, block, axis), 0, size, axis=axis)
     start, count = window
     if block == 1:
-        return lax.dynamic_slice_in_dim(leaf, start, count, axis)
-    return jnp.take(leaf, (start + lax.iota(jnp.int32, count)) // block, axis, mode="clip")
+        return moved(leaf, lambda leaf: lax.dynamic_slice_in_dim(leaf, start, count, axis))
+    index = (start + lax.iota(jnp.int32, count)) // block
+    return moved(leaf, lambda leaf: jnp.take(leaf, index, axis, mode="clip"))
+
+
+def moved(leaf: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """`move(leaf)`, where that only takes elements elsewhere, on bytes: of an e4m3 array XLA would first widen all."""
+    if leaf.dtype != jnp.float8_e4m3fn:
+        return move(leaf)
+    return lax.bitcast_convert_type(move(lax.bitcast_convert_type(leaf, jnp.uint8)), leaf.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -209,12 +218,16 @@ class Quantised:
     def _split(self, index: Any) -> tuple[tuple[int | slice, ...], slice, slice]:
         """An index for every axis: those of the leading ones, of N and of K; the last two on borders of blocks."""
         index = index if isinstance(index, tuple) else (index,)
-        if Ellipsis in index:
-            place = index.index(Ellipsis)
+        if (place := next((i for i, one in enumerate(index) if one is Ellipsis), None)) is not None:
             index = (*index[:place], *[slice(None)] * (self.ndim - len(index) + 1), *index[place + 1 :])
         index = (*index, *[slice(None)] * (self.ndim - len(index)))
-        if len(index) != self.ndim or not all(isinstance(one, (int, np.integer, slice)) for one in index):
+        kinds = (int, np.integer, slice)
+        if len(index) != self.ndim or any(not isinstance(one, kinds) or isinstance(one, bool) for one in index):
             raise ValueError(f"index {index} of {self!r}; wanted at most {self.ndim} integers and slices.")
+        for axis, (one, size) in enumerate(zip(index[:-2], self.shape, strict=False)):
+            if not isinstance(one, slice) and not -size <= one < size:
+                # jax would take the last one, and iteration would not end.
+                raise IndexError(f"index {one} of axis {axis} of {self!r} is not from {-size} to {size - 1}.")
         return index[:-2], self._cut(index[-2], -2), self._cut(index[-1], -1)
 
     def _cut(self, cut: Any, axis: int) -> slice:

@@ -6,6 +6,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.formats import Quantised
+from pallas_kernels.formats.quantised import moved
 
 # [G, N, K]
 Matrices = jax.Array | Quantised
@@ -56,7 +57,11 @@ def _block(
 def _quantised_block(
     rhs: Quantised, group: jax.Array, axis: int, start: jax.Array, count: int, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array | None]:
-    matrix = jax.tree.map(lambda part: lax.dynamic_index_in_dim(part, group, keepdims=False), rhs)
+    # Tied to the group, or else XLA would change all matrices before the loop over tiles begins.
+    rhs, group = lax.optimization_barrier((rhs, group))
+    matrix = jax.tree.map(
+        lambda part: moved(part, lambda part: lax.dynamic_index_in_dim(part, group, keepdims=False)), rhs
+    )
     if axis == 1:
         scale = matrix.row_scale((start, count))
         return matrix.operand(dtype, rows=(start, count)), None if scale is None else scale.swapaxes(0, 1)

@@ -1,0 +1,207 @@
+"""The layer with quantised weights: every format, the activations' formats, and what is refused."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bounds import FLOAT32_LAYER, bound, relative
+from layers import BOTH, TINY_D, TINY_L, block, mixer, random_tokens, random_weights
+
+import nemotron_moe as nm
+from pallas_kernels.formats import FORMATS, Fp8Array, quantize, to_float64
+
+# Relative error of a layer whose activations are quantised too, one format after the other: e4m3 rounds by at most
+# 2^-4 of a number, e2m1 by at most a quarter of what lies between two codes; errors of a sum's terms average out.
+ACTIVATIONS = {"fp8": 2**-4, "nvfp4": 2**-2}
+
+
+@functools.cache
+def quantised(name, format):
+    weights = random_weights(BOTH[name])
+    changed = {field: quantize(leaf, format) for field, leaf in weights.items().items() if leaf.ndim > 1}
+    changed.pop("gate")
+    return dataclasses.replace(weights, **changed)
+
+
+def dequantised(weights):
+    return dataclasses.replace(
+        weights,
+        **{field: leaf.dequantize() for field, leaf in weights.items().items() if hasattr(leaf, "dequantize")},
+    )
+
+
+ORACLE = [
+    *((name, format, "float32", "xla") for name in BOTH for format in FORMATS),
+    *(("latent", format, "bfloat16", "xla") for format in FORMATS),
+    ("direct", "nvfp4", "float16", "xla"),
+    ("latent", "nvfp4", "bfloat16", "reference"),
+]
+
+
+@pytest.mark.parametrize("name, format, dtype, implementation", ORACLE)
+def test_every_format_is_the_oracle_s_layer_R43(name, format, dtype, implementation):
+    report = nm.self_check(quantised(name, format), BOTH[name], dtype=dtype, implementation=implementation)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_packed_and_dequantised_weights_give_the_same_gradient(format):
+    config, packed = TINY_L, quantised("latent", format)
+    h = random_tokens(config, 9)
+    gradient = jax.jit(jax.grad(lambda h, w: jnp.sum(jnp.sin(nm.moe_block(h, w, config)))))
+    assert relative(gradient(h, packed), gradient(h, dequantised(packed))) < FLOAT32_LAYER
+
+
+def test_formats_mix_in_one_layer_C19():
+    """Experts, shared expert and latents each in another format, as in Super's release."""
+    weights, h = random_weights(TINY_L), random_tokens(TINY_L, 9)
+    mixed = dataclasses.replace(
+        weights,
+        experts_up_proj=quantize(weights.experts_up_proj, "nvfp4"),
+        experts_down_proj=quantize(weights.experts_down_proj, "fp8_channel"),
+        shared_experts_up_proj=quantize(weights.shared_experts_up_proj, "fp8_tensor"),
+        fc1_latent_proj=quantize(weights.fc1_latent_proj, "fp8_block"),
+    )
+    assert nm.self_check(mixed, TINY_L, h=h).passed
+    with pytest.raises(ValueError, match=r"weights\.gate is fp8_tensor; it is kept unquantised"):
+        nm.moe_block(h, dataclasses.replace(weights, gate=quantize(weights.gate, "fp8_tensor")), TINY_L)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_each_expert_has_its_own_scale_C10(format):
+    """Scales are distinct powers of two; another expert's, or none, would name itself. The last is visited too."""
+    config, weights = TINY_D, random_weights(TINY_D)
+    steps = jnp.exp2(jnp.arange(config.n_routed_experts))[:, None, None]
+    up, down = weights.experts_up_proj * steps, weights.experts_down_proj / steps**2
+    up, down = quantize(up, format), quantize(down, format)
+    z = random_tokens(config, 3)
+
+    @jax.jit
+    def run(expert, up, down):
+        plan = nm.make_plan(jnp.full((3, 1), expert), config.n_routed_experts)
+        return nm.routed_experts(z, jnp.ones((3, 1)), plan, up, down)
+
+    for expert in range(config.n_routed_experts):
+        out = run(expert, up, down)
+        inner = np.maximum(np.asarray(z, np.float64) @ to_float64(up)[expert].T, 0) ** 2
+        assert relative(out, inner @ to_float64(down)[expert].T) < FLOAT32_LAYER, expert
+
+
+def test_permuted_experts_change_nothing_C10():
+    config, weights = TINY_D, quantised("direct", "nvfp4")
+    order = np.random.default_rng(3).permutation(config.n_routed_experts)
+    permuted = dataclasses.replace(
+        weights,
+        gate=weights.gate[order],
+        gate_bias=weights.gate_bias[order],
+        **{name: jax.tree.map(lambda leaf: leaf[order], getattr(weights, name)) for name in
+           ("experts_up_proj", "experts_down_proj")},
+    )  # fmt: skip
+    h = random_tokens(config, 9)
+    # The slots are summed in another order.
+    assert relative(block(h, permuted, config=config), block(h, weights, config=config)) < FLOAT32_LAYER
+
+
+@pytest.mark.parametrize("name, format", [("direct", "fp8_block"), ("latent", "fp8_tensor"), ("latent", "nvfp4")])
+def test_the_scaling_factor_is_applied_once_R08(name, format):
+    """Every expert returns ones, so the routed part is the factor itself (behind fc2, which is the identity there)."""
+    config = dataclasses.replace(BOTH[name], moe_latent_size=64 if BOTH[name].moe_latent_size else None)
+    zero = jax.tree.map(jnp.zeros_like, nm.init_weights(jax.random.key(0), config, dtype=jnp.float32))
+    up = jnp.zeros_like(zero.experts_up_proj).at[:, 0].set(1 / 8)  # 64 numbers of 1 make 8, and 64 squared
+    down = jnp.zeros_like(zero.experts_down_proj).at[:, :, 0].set(1 / 64)
+    latents = {"fc1_latent_proj": jnp.eye(64), "fc2_latent_proj": jnp.eye(64)} if config.moe_latent_size else {}
+    weights = dataclasses.replace(zero, experts_up_proj=up, experts_down_proj=down, **latents)
+    changed = {field: quantize(leaf, format) for field, leaf in weights.items().items() if leaf.ndim > 1}
+    changed.pop("gate")
+    out = mixer(jnp.ones((5, 64)), dataclasses.replace(weights, **changed), config=config)
+    limit = bound(jnp.float32, 64 + config.num_experts_per_tok, config.routed_scaling_factor, roundings=4)
+    np.testing.assert_allclose(out, config.routed_scaling_factor, rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("mode", ACTIVATIONS)
+@pytest.mark.parametrize("name", BOTH)
+def test_activations_are_quantised_on_demand(name, mode):
+    format = {"fp8": "fp8_channel", "nvfp4": "nvfp4"}[mode]
+    config, weights, h = BOTH[name], quantised(name, format), random_tokens(BOTH[name], 37)
+    routing = nm.route(h, weights.gate, weights.gate_bias, config)
+    plain = mixer(h, weights, config=config, routing=routing)
+    seen = jax.jit(nm.moe_mixer, static_argnames=("config", "quantize_activations"))(
+        h, weights, config=config, routing=routing, quantize_activations=mode
+    )
+    assert 0 < relative(seen, plain) < 3 * ACTIVATIONS[mode], "three products follow each other at most"
+    # A token's row does not depend on the others.
+    alone = jax.jit(nm.moe_mixer, static_argnames=("config", "quantize_activations"))(
+        h[5:6], weights, config=config, routing=jax.tree.map(lambda x: x[5:6], routing), quantize_activations=mode
+    )
+    assert relative(alone[0], seen[5]) < FLOAT32_LAYER
+
+
+def test_static_scales_are_each_expert_s_own():
+    """Of two experts one clips at a hundredth of what the other takes."""
+    config, weights = TINY_D, quantised("direct", "fp8_tensor")
+    scales = jnp.where(jnp.arange(config.n_routed_experts) == 3, 1e-4, 1.0)
+    weights = dataclasses.replace(
+        weights,
+        experts_up_proj=dataclasses.replace(weights.experts_up_proj, input_scale=scales),
+        experts_down_proj=dataclasses.replace(weights.experts_down_proj, input_scale=jnp.ones_like(scales)),
+    )
+    x = jnp.full((1, 64), 1.0)
+    for expert, wanted in ((3, 448 * 1e-4), (2, 1.0)):
+        plan = nm.make_plan(jnp.array([[expert]]), config.n_routed_experts)
+        up, down = weights.experts_up_proj, weights.experts_down_proj
+        run = functools.partial(nm.routed_experts, weights=jnp.ones((1, 1)), plan=plan, up_proj=up)
+        seen = run(x, down_proj=down, quantize_activations="fp8_static")
+        inner = np.maximum(wanted * np.asarray(up[expert].dequantize(), np.float64).sum(1), 0) ** 2
+        inner = np.asarray(
+            quantize(jnp.asarray(inner, jnp.float32)[None], "fp8_tensor", outer_scale=jnp.ones(())).dequantize()
+        )
+        assert relative(seen[0], to_float64(down)[expert] @ inner[0]) < 2**-4, expert
+
+
+def test_small_activations_vanish_without_the_second_level_C14():
+    """Rows of 1e-3 keep their relative error with a scale of their own above the blocks', and are lost without."""
+    x = random_tokens(TINY_D, 1, 32)
+    errors = {}
+    for size in (1.0, 1e-3):
+        for levels, outer in ((2, None), (1, jnp.ones(()))):
+            seen = quantize(x[0] * size, "nvfp4", outer_scale=outer).dequantize()
+            errors[size, levels] = relative(seen, x[0] * size)
+    assert errors[1.0, 2] < ACTIVATIONS["nvfp4"] and errors[1.0, 1] < ACTIVATIONS["nvfp4"]
+    np.testing.assert_allclose(errors[1e-3, 2], errors[1.0, 2], rtol=2**-4)
+    assert errors[1e-3, 1] > 0.5
+
+
+def test_nothing_is_too_large_for_fp8_C13():
+    config, weights = TINY_D, quantised("direct", "fp8_tensor")
+    for mode in ("fp8", None):
+        run = jax.jit(nm.moe_mixer, static_argnames=("config", "quantize_activations"))
+        out = run(1000.0 * random_tokens(config, 4), weights, config=config, quantize_activations=mode)
+        assert np.isfinite(np.asarray(out)).all()
+
+
+def test_modes_that_do_not_fit_are_refused():
+    h = random_tokens(TINY_D, 2)
+    run = functools.partial(nm.moe_block, h, config=TINY_D)
+    weights = quantised("direct", "nvfp4")
+    with pytest.raises(ValueError, match="quantize_activations is 'int8'; wanted None or one of fp8, fp8_static"):
+        run(weights=weights, quantize_activations="int8")
+    with pytest.raises(ValueError, match="is 'fp8', which is for weights of type Fp8Array; the layer has none"):
+        run(weights=weights, quantize_activations="fp8")
+    with pytest.raises(ValueError, match="the layer has none"):
+        run(weights=random_weights(TINY_D), quantize_activations="nvfp4")
+    up = dataclasses.replace(weights.experts_up_proj, uncalibrated=(2, 5))
+    with pytest.raises(ValueError, match=r"lacks experts\.2\.up_proj\.input_scale, experts\.5\.up_proj\.input_scale, "):
+        run(weights=dataclasses.replace(weights, experts_up_proj=up), quantize_activations="nvfp4_static")
+    with pytest.raises(ValueError, match=r"weights\.experts_up_proj\.scale is float8_e4m3fn"):
+        broken = dataclasses.replace(up, scale=up.scale[:, :, :1])
+        run(weights=dataclasses.replace(weights, experts_up_proj=broken))
+
+
+def test_the_layer_names_formats_in_what_it_explains():
+    weights = nm.abstract_weights(TINY_D, formats={"experts_up_proj": "nvfp4", "experts_down_proj": "fp8_block"})
+    shapes = [step.shapes for step in nm.explain(TINY_D, tokens=4, weights=weights).steps]
+    assert any("nvfp4[8, 48, 64]" in one for one in shapes) and any("fp8_block[8, 64, 48]" in one for one in shapes)
+    assert isinstance(weights.experts_down_proj, Fp8Array)
