@@ -42,7 +42,7 @@ def quantisation_error(seen: Any, wanted: Any) -> QuantisationError:
         a, b = to_float64(seen[index]), to_float64(wanted[index])
         d = a - b
         sums += [np.sum(one) for one in (d * d, a * a, b * b, a * b, d, d * np.sign(b), np.abs(b))]
-        largest = max(largest, float(np.abs(d).max(initial=0.0)))
+        largest = float(np.maximum(largest, np.abs(d).max(initial=0.0)))  # NaN stays, which max() may drop.
     differences, seen_squares, squares, product, signed, outward, size = map(float, sums)
 
     def ratio(a: float, b: float) -> float:

@@ -48,11 +48,13 @@ def quantize(
     """x [*lead, N, K] as codes and scales; each matrix of the leading axes has its own.
 
     Numbers go to the nearest code, and halfway to the even one; those beyond the largest code go to it, infinity too.
-    NaN makes the scales that it meets NaN. Without given scales a matrix's, row's or block's largest magnitude becomes
-    the largest code (in NVFP4 the global scale is largest / (6 * 448), and a block's scale is its largest magnitude / 6
-    / global scale, rounded to e4m3, at least 2^-9), as NVIDIA's Model Optimizer does it; but a block whose largest
-    number would be cut off by a quarter, which only the very smallest scale does, gets the next one. Quantising what
-    was dequantised then gives the same bits.
+    NaN makes the scales that it meets NaN; under given scales it stays NaN in FP8, and is 0 in NVFP4, which has no code
+    for it. Without given scales a matrix's, row's or block's largest magnitude becomes the largest code (in NVFP4 the
+    global scale is largest / (6 * 448), and a block's scale is its largest magnitude / 6 / global scale, rounded to
+    e4m3, at least 2^-9), as NVIDIA's Model Optimizer does it; but where scales are so small that e4m3 is coarse, two
+    more blocks get the scale 2^-8: those whose largest number the scale 2^-9 would cut off by a quarter, and those
+    whose largest number would be code 4 under the scale 3 * 2^-9. Quantising what was dequantised then gives the same
+    bits, from magnitudes of 1e-30 on.
 
     Args:
       x: bfloat16, float16 or float32.
@@ -60,18 +62,22 @@ def quantize(
       outer_scale: float32 [*lead], or [*lead, N] for "fp8_channel": the scale that is constant along K, where it is not
         to be taken from x. "fp8_block" has none.
       scales_of: an array of x's shape whose format and scales are used instead. `quantize(q.dequantize(),
-        scales_of=q)` is q, bit for bit, -0 included, where no product of code and scale leaves float32's normal range.
+        scales_of=q)` is q, bit for bit, -0 included, where every product of codes and scales, but 0, is a normal
+        float32: with global scales from 2^-116 to 2^116, and FP8 scales from 2^-117 to 2^119.
 
     Returns:
       An `Fp8Array` or `Nvfp4Array`.
 
     Raises:
-      ValueError: if not exactly one of `format` and `scales_of` is given, or on a dtype or shape that does not fit.
+      ValueError: if not exactly one of `format` and `scales_of` is given, or `outer_scale` beside the latter, or on a
+        dtype or shape that does not fit.
     """
     if (format is None) == (scales_of is None):
         raise ValueError("quantize wants either a format or scales_of, an array whose scales it shall use.")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"x is {x.dtype}; wanted bfloat16, float16 or float32.")
+    if scales_of is not None and outer_scale is not None:
+        raise ValueError("quantize was given outer_scale beside scales_of, which has one; leave out one of them.")
+    if str(dtype := getattr(x, "dtype", type(x).__name__)) not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"x is {dtype}; wanted an array of bfloat16, float16 or float32.")
     if scales_of is not None:
         scales_of.check("scales_of")
         if scales_of.shape != x.shape:
@@ -98,12 +104,9 @@ def quantize(
 
 def _with_codes(array: Any, x: jax.Array) -> Any:
     """`array` with the codes of x under its scales."""
-    scaled = x
-    # In two steps, as the scales' product may not be a normal number where each of them is.
-    if (outer := array.row_scale()) is not None:
-        scaled = scaled / outer
-    if array.inner is not None:
-        scaled = scaled / array.spread(array.inner).astype(jnp.float32)
+    inner = None if array.inner is None else array.spread(array.inner).astype(jnp.float32)
+    outer = array.row_scale()
+    scaled = _divide(x, outer if inner is None else inner if outer is None else inner * outer)
     if isinstance(array, Nvfp4Array):
         return dataclasses.replace(array, packed=nvfp4.pack(nvfp4.e2m1_codes(scaled)))
     # A cast alone would make NaN of what is too large.
@@ -112,12 +115,17 @@ def _with_codes(array: Any, x: jax.Array) -> Any:
 
 
 def _nvfp4_scales(blank: Nvfp4Array, x: jax.Array, global_scale: jax.Array) -> Nvfp4Array:
-    largest = jnp.max(jnp.abs(x).reshape(*x.shape[:-1], -1, nvfp4.BLOCK), axis=-1)
-    outer = global_scale[..., None, None]
-    rounded = jnp.clip(_divide(largest, nvfp4.LARGEST) / outer, _E4M3_STEP, fp8.LARGEST)
-    rounded = rounded.astype(jnp.float8_e4m3fn).astype(jnp.float32)
-    rounded = jnp.where(largest >= 8 * rounded * outer, rounded + _E4M3_STEP, rounded)
-    return dataclasses.replace(blank, scale=rounded.astype(jnp.float8_e4m3fn), global_scale=global_scale)
+    blocks = jnp.abs(x).reshape(*x.shape[:-1], x.shape[-1] // nvfp4.BLOCK, nvfp4.BLOCK)
+    largest, outer = jnp.max(blocks, axis=-1), global_scale[..., None, None]
+    # The barrier keeps XLA from making one division of the two.
+    scale = _divide(lax.optimization_barrier(_divide(largest, nvfp4.LARGEST)), outer)
+    scale = jnp.clip(scale, _E4M3_STEP, fp8.LARGEST).astype(jnp.float8_e4m3fn)
+    # Where e4m3 is coarse, the largest number may become code 4 instead of 6, and would then ask for another scale.
+    wide = scale.astype(jnp.float32)
+    code = _divide(largest, wide * outer)
+    two = ((wide == _E4M3_STEP) & (code >= 8)) | ((wide == 3 * _E4M3_STEP) & (code <= 5))
+    scale = jnp.where(two, jnp.float8_e4m3fn(2 * _E4M3_STEP), scale)
+    return dataclasses.replace(blank, scale=scale, global_scale=global_scale)
 
 
 def _largest(x: jax.Array, block: tuple[int | None, int | None], code: float) -> jax.Array:
@@ -125,19 +133,20 @@ def _largest(x: jax.Array, block: tuple[int | None, int | None], code: float) ->
     size = jnp.abs(x)
     for axis in (-1, -2):
         if (length := block[axis]) is None:
-            size = jnp.max(size, axis=axis, keepdims=True)
+            size = jnp.max(size, axis=axis, keepdims=True, initial=0.0)
         elif length > 1:
+            count, at = -(-size.shape[axis] // length), axis % x.ndim
             missing = [(0, 0)] * x.ndim
-            missing[axis] = (0, -size.shape[axis] % length)
-            axis %= x.ndim
+            missing[axis] = (0, count * length - size.shape[axis])
             size = jnp.pad(size, missing)
-            size = jnp.max(size.reshape(*size.shape[:axis], -1, length, *size.shape[axis + 1 :]), axis=axis + 1)
+            size = jnp.max(size.reshape(*size.shape[:at], count, length, *size.shape[at + 1 :]), axis=at + 1)
     absent = tuple(axis for axis in (-2, -1) if block[axis] is None)
     size = jnp.minimum(jnp.squeeze(size, absent), jnp.finfo(jnp.float32).max)
     return jnp.where(size == 0, 1.0, jnp.maximum(_divide(size, code), _SMALLEST))
 
 
-def _divide(x: jax.Array, number: float) -> jax.Array:
-    """x / number rounded once; XLA by itself multiplies by the reciprocal, and dequantised numbers get other scales."""
-    numerator, denominator = lax.optimization_barrier((x, jnp.full(x.shape, number, x.dtype)))
-    return numerator / denominator
+def _divide(x: jax.Array, by: jax.Array | float) -> jax.Array:
+    """x / by, rounded once; by 1 where `by` is 0."""
+    by = jnp.where(by == 0, 1.0, by)
+    # XLA multiplies by the reciprocal of what it sees to be broadcast: scales and codes would differ by a rounding.
+    return x / jnp.where(jnp.isnan(x), x, by)
