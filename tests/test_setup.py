@@ -58,6 +58,8 @@ def test_a_missing_aot_group_stops_a_run_that_needs_it_and_no_other(project):
     assert "no-such-package" in output and f"Type: {COMMAND}" in output
     status, output = project("-k", "plain or ahead", "-m", "not aot", aot="no-such-package")
     assert status == 0 and "1 passed" in output
+    status, output = project("-k", "plain or ahead", "--gpu", aot="no-such-package")
+    assert status == 0 and "1 passed" in output
     assert project("-k", "plain or ahead")[0] == 0
 
 

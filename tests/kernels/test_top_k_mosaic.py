@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernels.compiled import resources
 from kernels.hopper import OnHopper
 from kernels.top_k_contract import TopKContract, oracle, random, some_of
 
-from pallas_kernels.aot import compile_for_h200
 from pallas_kernels.implementation import H200, compiling_for
 from pallas_kernels.top_k import top_k
 from pallas_kernels.top_k.mosaic_kernel import take
@@ -38,15 +38,22 @@ def test_lowers_for_cuda_at_the_models_sizes(experts, k):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("tokens", [4, 8192])
-@pytest.mark.parametrize("experts, k", SIZES)
-def test_compiles_for_h200_to_the_kernel_alone_and_spills_nothing(tokens, experts, k, monkeypatch, tmp_path):
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+@pytest.mark.parametrize(
+    "tokens, experts, k",
+    [
+        (4, 1024, 64),  # the most lists, and so registers
+        *(
+            pytest.param(tokens, experts, k, marks=pytest.mark.aot_full)
+            for tokens in (4, 8192)
+            for experts, k in SIZES
+            if (tokens, experts) != (4, 1024)
+        ),
+    ],
+)
+def test_compiles_for_h200_to_the_kernel_alone(tokens, experts, k, request):
     scores = jax.ShapeDtypeStruct((tokens, experts), jnp.float32)
-    compiled = compile_for_h200(functools.partial(top_k, k=k), scores)
-    text = compiled.as_text()
-    assert text.count("custom-call(") == 1 and "mosaic_gpu" in text
-    assert "fusion(" not in text and "copy(" not in text  # no other kernel runs
-    assert compiled.memory_analysis().temp_size_in_bytes == 0
-    [report] = tmp_path.glob("*.ptxas")
-    assert "0 bytes spill stores, 0 bytes spill loads" in report.read_text()
+    seen = resources(request.config.cache, functools.partial(top_k, k=k), scores)
+    assert seen.text.count("custom-call(") == 1 and "mosaic_gpu" in seen.text
+    assert "fusion(" not in seen.text and "copy(" not in seen.text  # no other kernel runs
+    assert seen.temporary_memory == 0
+    assert list(seen.kernels) == [f"top_k_{k}of{experts}"]
