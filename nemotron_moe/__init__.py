@@ -13,17 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what `_HOME` says, for type checkers and editors
     from checkpoints import CheckpointError as CheckpointError
+    from checkpoints import FieldFormat as FieldFormat
     from checkpoints import layer_files as layer_files
+    from checkpoints import layer_formats as layer_formats
     from checkpoints import list_moe_layers as list_moe_layers
     from checkpoints import load_layer as load_layer
     from checkpoints import load_layers as load_layers
     from nemotron_moe import presets as presets
     from nemotron_moe import reference as reference
+    from nemotron_moe.accuracy_by_stage import accuracy as accuracy
     from nemotron_moe.bucketing import bucket_size as bucket_size
     from nemotron_moe.bucketing import pad_to_bucket as pad_to_bucket
     from nemotron_moe.check import CheckReport as CheckReport
     from nemotron_moe.check import self_check as self_check
     from nemotron_moe.config import MoEConfig as MoEConfig
+    from nemotron_moe.conversion import prepare as prepare
+    from nemotron_moe.conversion import quantize_weights as quantize_weights
     from nemotron_moe.dense import linear as linear
     from nemotron_moe.dense import rms_norm as rms_norm
     from nemotron_moe.dense import shared_expert as shared_expert
@@ -45,12 +50,27 @@ if TYPE_CHECKING:  # what `_HOME` says, for type checkers and editors
     from nemotron_moe.weights import MoEWeights as MoEWeights
     from nemotron_moe.weights import abstract_weights as abstract_weights
     from nemotron_moe.weights import init_weights as init_weights
+    from pallas_kernels.formats import Fp8Array as Fp8Array
+    from pallas_kernels.formats import Nvfp4Array as Nvfp4Array
+    from pallas_kernels.formats import QuantisationError as QuantisationError
+    from pallas_kernels.formats import quantisation_error as quantisation_error
+    from pallas_kernels.formats import quantize as quantize
 
 _HOME = {
-    "checkpoints": ("CheckpointError", "layer_files", "list_moe_layers", "load_layer", "load_layers"),
+    "checkpoints": (
+        "CheckpointError",
+        "FieldFormat",
+        "layer_files",
+        "layer_formats",
+        "list_moe_layers",
+        "load_layer",
+        "load_layers",
+    ),
+    "nemotron_moe.accuracy_by_stage": ("accuracy",),
     "nemotron_moe.bucketing": ("bucket_size", "pad_to_bucket"),
     "nemotron_moe.check": ("CheckReport", "self_check"),
     "nemotron_moe.config": ("MoEConfig",),
+    "nemotron_moe.conversion": ("prepare", "quantize_weights"),
     "nemotron_moe.dense": ("linear", "rms_norm", "shared_expert"),
     "nemotron_moe.description": ("describe",),
     "nemotron_moe.dispatch": ("Plan", "combine", "gather_rows", "make_plan"),
@@ -61,6 +81,7 @@ _HOME = {
     "nemotron_moe.sharding": ("ShardingRules",),
     "nemotron_moe.stats": ("RoutingStats", "routing_stats"),
     "nemotron_moe.weights": ("MoEWeights", "abstract_weights", "init_weights"),
+    "pallas_kernels.formats": ("Fp8Array", "Nvfp4Array", "QuantisationError", "quantisation_error", "quantize"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 _SUBMODULES = ("presets", "reference")

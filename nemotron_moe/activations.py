@@ -53,7 +53,7 @@ def _uncalibrated(field: str, leaf: Quantised) -> list[str]:
 
 
 def quantised_rows(x: jax.Array, matrix: Any, mode: str | None, expert: jax.Array | None = None) -> jax.Array:
-    """x [M, K] as it is after quantisation for a product with `matrix`, in x's dtype; x itself where `mode` is not for it.
+    """x [M, K] after quantisation for a product with `matrix`, in x's dtype; x itself where `mode` is not for that.
 
     An FP8 row is code * scale with one scale a row. An NVFP4 row has an e4m3 scale for each 16 numbers and a float32
     one above them: without that, rows of small numbers would vanish, as e4m3 ends at 2^-9.

@@ -25,6 +25,8 @@ examples:
   nemotron-moe info ~/Nemotron-3-Nano --layer 3 --files
                                                      the shards that this layer needs
   nemotron-moe check ~/Nemotron-3-Nano --layer 3     load that layer, run it, prove it right
+  nemotron-moe check ~/Nemotron-3-Super-NVFP4 --layer 3 --report layer3.json --sibling ~/Nemotron-3-Super-BF16
+                                                     the same, and what quantisation cost
   nemotron-moe bench --models nano --tokens 512      how fast is it on this GPU, beside others and beside the chip
 
 exit status: 0 all is well, 1 the demo, the check or the benchmark did not pass, 2 an error, told in one line.
@@ -120,6 +122,12 @@ def _parser() -> argparse.ArgumentParser:
         default="float32",
         help="of the activations (default: float32)",
     )
+    check.add_argument(
+        "--report", metavar="FILE", help="write to it how each weight is stored, and how exact each way of computing is"
+    )
+    check.add_argument(
+        "--sibling", metavar="PATH", help="the same model unquantised: the report has each weight's error against it"
+    )
     check.set_defaults(run=_check)
     _add_bench(commands, common)
     return parser
@@ -187,8 +195,14 @@ def _info(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from nemotron_moe import cli_output as output
 
+    if options.sibling and not options.report:
+        raise ValueError("--sibling wants --report FILE, where the errors are written.")
     _refuse_early(options.path, options.layer)
     weights, config = nm.load_layer(options.path, options.layer)
+    if options.report:
+        from nemotron_moe.layer_report import write_report
+
+        write_report(options.report, options.path, options.layer, weights, config, sibling=options.sibling)
     report = nm.self_check(weights, config, dtype=options.dtype)
     output.show(
         output.check_report(options.path, options.layer, options.dtype, config, weights, report), as_json=options.json

@@ -211,7 +211,12 @@ def _weights(weights: nm.MoEWeights) -> list[Any]:
 
 def _weights_data(weights: nm.MoEWeights | None) -> list[dict[str, Any]]:
     return [
-        {"name": name, "shape": leaf.shape, "dtype": str(leaf.dtype), "bytes": leaf.nbytes}
+        {
+            "name": name,
+            "shape": leaf.shape,
+            "dtype": getattr(leaf, "format", None) or str(leaf.dtype),
+            "bytes": leaf.nbytes,
+        }
         for name, leaf in (weights.items() if weights else {}).items()
     ]
 

@@ -1,6 +1,6 @@
 """The one door to the operations of `pallas_kernels`: which of them the layer computes with."""
 
-from pallas_kernels.grouped_matmul import Pieces, cut_for_kernels, grouped_matmul
+from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, Pieces, cut_for_kernels, grouped_matmul
 from pallas_kernels.grouped_matmul import preferred_alignment as row_alignment
 from pallas_kernels.implementation import target
 from pallas_kernels.scatter_rows import scatter_rows
@@ -10,6 +10,7 @@ __all__ = [
     "Pieces",
     "cut_for_kernels",
     "grouped_matmul",
+    "implementations",
     "row_alignment",
     "scatter_rows",
     "steps_around",
@@ -24,3 +25,8 @@ def steps_around(implementation: str | None) -> str | None:
     They have no kernel for all that the products' kernels take, so "mosaic" leaves the choice to them.
     """
     return None if implementation == "mosaic" else implementation
+
+
+def implementations() -> list[str]:
+    """The names that the layer's `implementation` may have."""
+    return [row.name for row in IMPLEMENTATIONS]

@@ -1,0 +1,107 @@
+"""What `nemotron-moe check --report` writes: how each weight of a layer is stored, and how exact the layer is."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import nemotron_moe as nm
+from pallas_kernels.formats import Quantised
+
+
+def write_report(
+    file: str | os.PathLike[str],
+    path: str,
+    layer: int | str,
+    weights: nm.MoEWeights,
+    config: nm.MoEConfig,
+    *,
+    sibling: str | None = None,
+) -> None:
+    """Writes `layer_report` as JSON, all of it or nothing.
+
+    Raises:
+      ValueError: as `layer_report`.
+      OSError: if the file cannot be written.
+    """
+    file = Path(file)
+    if not file.absolute().parent.is_dir():
+        raise ValueError(f"--report wants to write {file}, but there is no folder {file.absolute().parent}.")
+    text = json.dumps(layer_report(path, layer, weights, config, sibling=sibling), indent=2)
+    unfinished = file.with_name(f"{file.name}.unfinished")
+    unfinished.write_text(text + "\n")
+    unfinished.replace(file)
+
+
+def layer_report(
+    path: str, layer: int | str, weights: nm.MoEWeights, config: nm.MoEConfig, *, sibling: str | None = None
+) -> dict[str, Any]:
+    """A JSON-able dict of one layer.
+
+    Args:
+      path, layer: what was loaded.
+      weights, config: what `load_layer` gave.
+      sibling: a checkpoint of the same model without quantisation, to compare the weights with.
+
+    Returns:
+      {checkpoint, layer, sibling, config, tensors, accuracy}. `tensors` has for each field its published format, ours,
+      whether it was dequantised as it was loaded, shape, bytes, parts, the range of each scale, the scales' tensors in
+      the files (of the first expert), the experts without an input scale, what the configs declare, whether that agrees,
+      and `error` (see `QuantisationError`), null without a sibling. `accuracy` is that of `nemotron_moe.accuracy`.
+
+    Raises:
+      ValueError: if the sibling is another model's, or quantised itself.
+    """
+    originals = {} if sibling is None else _originals(sibling, layer, config)
+    formats = nm.layer_formats(path, layer)
+    return {
+        "checkpoint": os.fspath(path),
+        "layer": layer,
+        "sibling": sibling,
+        "config": dataclasses.asdict(config),
+        "tensors": {name: _tensor(leaf, formats[name], originals.get(name)) for name, leaf in weights.items().items()},
+        "accuracy": nm.accuracy(weights, config),
+    }
+
+
+def _originals(sibling: str, layer: int | str, config: nm.MoEConfig) -> dict[str, Any]:
+    weights, its_config = nm.load_layer(sibling, layer)
+    if its_config != config:
+        raise ValueError(f"{sibling} has {its_config} as layer {layer}, but the checkpoint has {config}.")
+    if quantised := [name for name, leaf in weights.items().items() if isinstance(leaf, Quantised)]:
+        raise ValueError(f"{sibling} is quantised itself ({', '.join(quantised)}); wanted the BF16 release.")
+    return weights.items()
+
+
+def _tensor(leaf: Any, stored: nm.FieldFormat, original: Any) -> dict[str, Any]:
+    is_quantised = isinstance(leaf, Quantised)
+    parts = {name: getattr(leaf, name) for name in leaf.parts()} if is_quantised else {"values": leaf}
+    return {
+        "published": stored.published,
+        "format": leaf.format if is_quantised else str(leaf.dtype),
+        "dequantised": stored.format is not None and not is_quantised,
+        "shape": list(leaf.shape),
+        "bytes": leaf.nbytes,
+        "parts": {name: f"{part.dtype}{list(part.shape)}" for name, part in parts.items()},
+        "scales": {name: _range(part) for name, part in parts.items() if name.endswith("scale")},
+        "files": {name: f"{dtype}{list(shape)}" for name, (dtype, shape) in stored.scales.items()},
+        "uncalibrated": list(leaf.uncalibrated) if is_quantised else [],
+        "declared": stored.declared,
+        "agrees": stored.agrees,
+        "error": None if original is None else _error(leaf, original),
+    }
+
+
+def _range(scale: jax.Array) -> dict[str, float]:
+    numbers = np.asarray(scale).astype(np.float32)
+    return {"least": float(numbers.min()), "largest": float(numbers.max())}
+
+
+def _error(leaf: Any, original: Any) -> dict[str, float]:
+    if leaf.ndim == 1:  # a vector is a matrix of one row
+        leaf, original = leaf[None], original[None]
+    return dataclasses.asdict(nm.quantisation_error(leaf, original))
