@@ -23,9 +23,6 @@ _KEYS_OF_SUBCONFIGS = ("text_config", "llm_config", "language_config")
 # Patterns of more repetitions could take a regular expression years.
 _MOST_REPETITIONS = 3
 
-# A module's name less what the model is called: prefixes change as checkpoints are converted.
-_LAYER = re.compile(r"(?:.*?\.)??((?:mtp\.)?layers\.[0-9]+(?:\..+)?)", re.DOTALL)
-
 
 @dataclasses.dataclass(frozen=True)
 class _Table:
@@ -106,7 +103,7 @@ def _table(config: dict[str, Any]) -> _Table:
     for group in _object(config.get("config_groups")).values():
         format = _format_of_group(_object(group))
         for target in _strings(_object(group).get("targets")) if format else ():
-            if re.fullmatch(r"\w+", target) and not target.islower():  # The name of a class, as in "Linear".
+            if target.isidentifier() and not target.islower():  # The name of a class, as in "Linear".
                 everything = everything or format
             else:
                 _add(target, str(format), exact, targets)
@@ -125,7 +122,7 @@ def _add(name: str, format: str, exact: dict[str, str], patterns: list[_Pattern]
     if name.startswith("re:"):
         if matches := _regular(name.removeprefix("re:")):
             patterns.append((matches, format))
-    elif re.search(r"[*?[]", name):
+    elif "*" in name or "?" in name or "[" in name:
         patterns.append((functools.partial(_glob, name), format))
     elif name:
         exact[_short(name)] = format
@@ -144,8 +141,12 @@ def _regular(pattern: str) -> Callable[[str], Any] | None:
 
 
 def _short(name: str) -> str:
-    match = _LAYER.fullmatch(name)
-    return match[1] if match else name
+    """A module's name from "layers." or "mtp.layers." on: the prefix before changes as checkpoints are converted."""
+    # Tens of thousands of names come here.
+    start = name.find("layers.")
+    if start < 0 or (start > 0 and name[start - 1] != "."):
+        return name
+    return name[start - 4 :] if start >= 4 and name.startswith("mtp.", start - 4) else name[start:]
 
 
 def _format(algorithm: Any) -> str | None:

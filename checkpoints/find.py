@@ -130,9 +130,9 @@ def _array(
 ) -> np.dtype | Quantised:
     """What a field is stored as, which all its weights must agree on."""
     first = weights[0]
+    other = _described(first, tensors, inputs=inputs)
     for weight in weights:
-        one, other = (_described(each, tensors, inputs=inputs) for each in (weight, first))
-        if one != other:
+        if (one := _described(weight, tensors, inputs=inputs)) != other:
             name, its = (next(iter(each.stored.pieces.values()))[0] for each in (weight, first))
             raise CheckpointError(f"{name} is {one} but {its} is {other}; experts must share a number format.")
     pieces = first.pieces(inputs=inputs)
@@ -152,7 +152,7 @@ def _array(
 def _described(weight: _Weight, tensors: Mapping[str, TensorInfo], *, inputs: bool) -> str:
     """The format of a weight with the dtypes of its scales."""
     scales = {
-        name.rpartition(".")[2]: piece.read_as(tensors[name]).dtype
+        name.rpartition(".")[2]: piece.dtype(tensors[name])
         for name, piece in weight.pieces(inputs=inputs).values()
         if piece.scale
     }

@@ -37,10 +37,13 @@ class Piece:
     scale: bool = True
     hint: str = ""
 
+    def dtype(self, info: TensorInfo) -> str:
+        """What the tensor's elements are read as: raw bytes are the numbers of the format."""
+        return self.dtypes[0] if info.dtype == "U8" else info.dtype
+
     def read_as(self, info: TensorInfo) -> TensorInfo:
-        """`info` of the tensor in the file, with the shape of its part, and with raw bytes as the numbers they are."""
-        dtype = self.dtypes[0] if info.dtype == "U8" else info.dtype
-        return dataclasses.replace(info, shape=self.shape, dtype=dtype)
+        """`info` of the tensor in the file, with the shape and dtype of its part."""
+        return TensorInfo(self.dtype(info), self.shape, info.start, info.nbytes)
 
 
 @dataclasses.dataclass(frozen=True)
