@@ -1,6 +1,7 @@
 """NVFP4: two e2m1 codes a byte, an e4m3 scale for 16 of them along K, and one float32 scale for the matrix."""
 
 import dataclasses
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -45,10 +46,14 @@ class Nvfp4Array(Quantised):
             "input_scale": Part((None, None), ("float32",)),
         }
 
+    @classmethod
+    def abstract(cls, shape: tuple[int, ...], **static: Any) -> Self:
+        _check_columns(f"an array of shape {tuple(shape)}", *shape[-1:])  # An odd K, unlike its bytes, has no half.
+        return super().abstract(shape, **static)
+
     def check(self, name: str) -> None:
         super().check(name)
-        if self.shape[-1] % BLOCK:
-            raise ValueError(f"{name} has K = {self.shape[-1]}; NVFP4 wants a multiple of {BLOCK}.")
+        _check_columns(name, self.shape[-1])
 
     def row_scale(self, rows: Window = None) -> jax.Array:
         scale = self.spread("global_scale", rows)
@@ -58,6 +63,11 @@ class Nvfp4Array(Quantised):
         first = 0 if columns is None else columns[0]
         odd = (first + lax.broadcasted_iota(jnp.int32, codes.shape, codes.ndim - 1)) & 1
         return e2m1(codes >> (4 * odd).astype(jnp.uint8) & 15)
+
+
+def _check_columns(name: str, k: int) -> None:
+    if k % BLOCK:
+        raise ValueError(f"{name} has K = {k}; NVFP4 wants a multiple of {BLOCK}.")
 
 
 def e2m1(codes: jax.Array) -> jax.Array:

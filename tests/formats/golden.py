@@ -1,10 +1,14 @@
 """Quantised arrays whose numbers are known by other means than the code under test."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from pallas_kernels.formats import Fp8Array, Nvfp4Array
+from pallas_kernels.formats import quantize as eager_quantize
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float64)
 # Byte 0x7F is NaN: sign, four bits of the exponent less 7, three of the mantissa; no leading 1 where the exponent is 0.
@@ -13,6 +17,14 @@ POSITIVE = np.arange(1, 127, dtype=np.uint8)  # the bytes of the e4m3 numbers th
 FINITE = np.array([byte for byte in range(256) if byte & 127 != 127], np.uint8)
 FP8 = {"fp8_tensor": (None, None), "fp8_channel": (1, None), "fp8_block": (128, 128)}
 FORMATS = [*FP8, "nvfp4"]
+
+# One compilation is much faster than one for each operation, where a test does not ask about eager calls.
+quantize = jax.jit(eager_quantize, static_argnames="format")
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def dequantize(q, dtype=jnp.float32):
+    return q.dequantize(dtype)
 
 
 def e4m3(codes) -> np.ndarray:

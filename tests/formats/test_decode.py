@@ -15,6 +15,7 @@ from formats.golden import (
     POSITIVE,
     assert_numbers,
     bits,
+    dequantize,
     e4m3,
     e4m3_numbers,
     example,
@@ -30,7 +31,7 @@ def test_literal_bytes():
     """Low four bits first; code 8 is -0."""
     q = nvfp4([[0x21, 0x43, 0x65, 0x87, 0x80, 0xA9, 0xCB, 0xFE]], [[0x38]], 1.0)
     wanted = [0.5, 1, 1.5, 2, 3, 4, 6, -0.0, 0, -0.0, -0.5, -1, -1.5, -2, -4, -6]
-    assert_numbers(q.dequantize(), np.array([wanted]))
+    assert_numbers(dequantize(q), np.array([wanted]))
     assert_numbers(to_float64(q), np.array([wanted]))
 
 
@@ -68,7 +69,7 @@ def test_distinct_powers_of_two_as_scales(format, shape):
         shape = (*shape[:-2], 37, shape[-1])  # float32 has no more powers.
     q, wanted = example(format, shape)
     assert q.shape == shape and q.ndim == len(shape) and q.size == np.prod(shape)
-    assert_numbers(q.dequantize(), wanted)
+    assert_numbers(dequantize(q), wanted)
     assert_numbers(to_float64(q), wanted)
 
 
@@ -77,7 +78,7 @@ def test_the_parts_of_partial_blocks():
     assert q.scale.shape == (2, 2, 2)
     rows, columns = np.array([[0] * 128 + [1] * 16]).T, np.array([[0] * 128 + [1] * 32])
     spread = np.asarray(q.scale)[:, rows, columns]
-    assert_numbers(q.dequantize(), spread.astype(np.float64) * e4m3_numbers(np.asarray(q.values).view(np.uint8)))
+    assert_numbers(dequantize(q), spread.astype(np.float64) * e4m3_numbers(np.asarray(q.values).view(np.uint8)))
 
 
 @pytest.mark.parametrize("divides", [False, True])
@@ -86,14 +87,14 @@ def test_any_global_scale(divides):
     rng = np.random.default_rng(5)
     q = nvfp4(rng.integers(0, 256, (7, 4, 16)), rng.choice(POSITIVE, (7, 4, 2)), rng.uniform(1, 2, 7), divides=divides)
     wanted = to_float64(q)
-    error = np.abs(np.asarray(q.dequantize()) - wanted) / np.where(wanted == 0, 1.0, np.abs(wanted))
+    error = np.abs(np.asarray(dequantize(q)) - wanted) / np.where(wanted == 0, 1.0, np.abs(wanted))
     assert error.max() <= bound(jnp.float32, 0, 1.0, roundings=1 + divides)
 
 
 def test_scales_in_bfloat16():
     q, wanted = example("fp8_block", (2, 144, 160))
     q = dataclasses.replace(q, scale=q.scale.astype(jnp.bfloat16))
-    assert_numbers(q.dequantize(), wanted)
+    assert_numbers(dequantize(q), wanted)
     assert q.row_scale() is None
     q, _ = example("fp8_channel", (2, 3, 32))
     assert dataclasses.replace(q, scale=q.scale.astype(jnp.bfloat16)).row_scale().dtype == jnp.float32
@@ -103,6 +104,6 @@ def test_scales_in_bfloat16():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 def test_narrow_results_are_the_wide_ones_rounded_once(format, dtype):
     q, _ = example(format, (144, 160) if format == "fp8_block" else (6, 96))
-    wide = q.dequantize()
+    wide = dequantize(q)
     assert q.dequantize(dtype).dtype == dtype
     assert bits(q.dequantize(dtype)) == bits(wide.astype(dtype))

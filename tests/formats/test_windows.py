@@ -1,5 +1,7 @@
 """Operands, row scales and windows: what a product takes of a quantised array, piece by piece."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,12 @@ WINDOWS = [  # of rows and of columns
 
 def array(format):
     return example(format, (2, 37, 160) if format == "fp8_channel" else SHAPE)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def product(q, rows, columns):
+    operand, scale = q.operand(jnp.float32, rows, columns), q.row_scale(rows)
+    return operand if scale is None else operand * scale
 
 
 def cut(numbers, rows, columns):
@@ -51,8 +59,7 @@ def test_windows_are_slices_of_the_whole(format):
     for rows, columns in WINDOWS:
         if rows and sum(rows) > q.shape[1]:
             rows = (rows[0] % 20, 7)
-        operand, scale = q.operand(jnp.float32, rows, columns), q.row_scale(rows)
-        assert_numbers(operand if scale is None else operand * scale, cut(wanted, rows, columns))
+        assert_numbers(product(q, rows, columns), cut(wanted, rows, columns))
 
 
 @pytest.mark.quick
