@@ -15,7 +15,7 @@ from checkpoints.safetensors_file import SafetensorsFile, TensorInfo
 from checkpoints.slices import Source
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.hf_config import pick_layer
-from nemotron_moe.weights import PLAIN, abstract_weights
+from nemotron_moe.weights import abstract_weights
 from pallas_kernels.formats import Quantised
 
 # Part of a quantised array that a file may have for all, some or none of the experts.
@@ -120,8 +120,6 @@ def _stored(tensors: Mapping[str, TensorInfo], weight: str, place: Place) -> Sto
         name = packed if f"{weight.removesuffix('.weight')}.weight_global_scale" in tensors else weight
         piece = Piece(place.shape, (place.shape,), UNQUANTISED, scale=False)
         return Stored("missing", None, {"": (name, piece)})
-    if place.field in PLAIN:  # Its activations are never quantised.
-        return dataclasses.replace(stored, pieces={part: one for part, one in stored.pieces.items() if part != _INPUT})
     return stored
 
 

@@ -1,5 +1,7 @@
 """Quantised layers on meshes: each part goes where its numbers go, and blocks are never cut."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from fixtures_io import FIXTURES, assert_same_bits, layer_tensors, moe_config, with_quantised, written
 from jax.sharding import AxisType, PartitionSpec
 
-from checkpoints import load_layer
+from checkpoints import CheckpointError, load_layer
 from checkpoints.directory import Checkpoint
 from checkpoints.find import find_layer
 from checkpoints.load import _plan
@@ -113,3 +115,11 @@ def test_uncalibrated_experts_keep_their_numbers_on_a_mesh():
     )
     assert weights.experts_up_proj.uncalibrated == (2, 5)
     assert isinstance(weights.experts_up_proj, Quantised)
+
+
+@pytest.mark.parametrize("last, place", [("up_proj", (200, 1)), ("down_proj", (31, 15)), ("down_proj", (2, 3))])
+def test_a_bad_scale_is_found_in_rows_and_columns_that_are_read_in_parts_P5(tmp_path, last, place):
+    tensors, name = with_quantised(layer_tensors(P, CONFIG), "nvfp4", "proj"), f"{P}mixer.experts.3.{last}.weight_scale"
+    tensors[name][place] = np.nan
+    with pytest.raises(CheckpointError, match=re.escape(f"{name} has the scale nan at {list(place)}, in ")):
+        load_layer(written(tmp_path, tensors, CONFIG), 1, mesh=mesh_of(4, 2), rules=RULES)
