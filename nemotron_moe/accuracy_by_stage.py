@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,12 +15,16 @@ from nemotron_moe.check import relative_error
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.dense import rms_norm, shared_expert
 from nemotron_moe.layer import moe_block, moe_mixer
+from nemotron_moe.validate import check_dtype
 from nemotron_moe.weights import DTYPES, MoEWeights
 
 _TOKENS = 16
+_STAGES = ("mixer_in", "router_logits", "topk_weights", "routed_out", "shared_out", "mixer_out", "block_out")
 
 
-def accuracy(weights: MoEWeights, config: MoEConfig, *, h: Any = None) -> dict[str, dict[str, float]]:
+def accuracy(
+    weights: MoEWeights, config: MoEConfig, *, h: Any = None, dtypes: Sequence[str] = DTYPES
+) -> dict[str, dict[str, float]]:
     """Relative errors by way of computing and stage: norm of the difference over norm of the oracle's numbers.
 
     The ways are the activations' dtypes, each by itself and with every `quantize_activations` that the weights serve:
@@ -28,17 +33,20 @@ def accuracy(weights: MoEWeights, config: MoEConfig, *, h: Any = None) -> dict[s
 
     Args:
       h: [T, H], the block's input; None draws 16 random tokens. Rounded to bfloat16, so that all ways get the same.
+      dtypes: of the activations.
 
     Returns:
-      {way: {stage: error}}; the stages are mixer_in, router_logits, topk_weights, routed_out, shared_out, mixer_out and
-      block_out, each with what the way's stages before it gave.
+      {way: {stage: error}}; the stages are mixer_in, router_logits, topk_weights, routed_out and shared_out (in a layer
+      with a shared expert), mixer_out and block_out, each with what the way's stages before it gave.
     """
+    for dtype in dtypes:
+        check_dtype("dtypes", dtype)
     if h is None:
         h = np.random.default_rng(0).standard_normal((_TOKENS, config.hidden_size))
     h = jnp.asarray(h).astype(jnp.bfloat16)
     return {
         " ".join(filter(None, (dtype, mode))): _errors(weights, config, h.astype(dtype), mode)
-        for dtype in DTYPES
+        for dtype in dtypes
         for mode in (None, *filter(functools.partial(_serves, weights), MODES))
     }
 
@@ -54,7 +62,7 @@ def _serves(weights: MoEWeights, mode: str) -> bool:
 def _errors(weights: MoEWeights, config: MoEConfig, h: jax.Array, mode: str | None) -> dict[str, float]:
     seen, ids = _stages(weights, config, h, mode)
     wanted = reference.moe_block(h, weights, config, ids=ids)
-    return {name: relative_error(values, wanted[name]) for name, values in seen.items()}
+    return {name: relative_error(seen[name], wanted[name]) for name in _STAGES if name in seen}
 
 
 @functools.partial(jax.jit, static_argnums=(1, 3))

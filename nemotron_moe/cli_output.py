@@ -17,6 +17,7 @@ from nemotron_moe.check import CheckReport
 from nemotron_moe.demo import LAYER, Comparison, DemoReport, against_oracle, device_name
 from nemotron_moe.description import Description
 from nemotron_moe.hf_config import MoELayers
+from nemotron_moe.weights import format_name
 
 _BARS, _BAR_WIDTH = 32, 40
 

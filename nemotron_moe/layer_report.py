@@ -50,8 +50,8 @@ def layer_report(
     Returns:
       {checkpoint, layer, sibling, config, tensors, accuracy}. `tensors` has for each field its published format, ours,
       whether it was dequantised as it was loaded, shape, bytes, parts, the range of each scale, the scales' tensors in
-      the files (of the first expert), the experts without an input scale, what the configs declare, whether that agrees,
-      and `error` (see `QuantisationError`), null without a sibling. `accuracy` is that of `nemotron_moe.accuracy`.
+      the files (of the first expert), the experts without an input scale, what the configs declare, whether that
+      agrees, and `error` (see `QuantisationError`), null without a sibling. `accuracy` is `nemotron_moe.accuracy`'s.
 
     Raises:
       ValueError: if the sibling is another model's, or quantised itself.

@@ -239,7 +239,10 @@ def _shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in shapes.items() if None not in shape}  # type: ignore[misc]
 
 
+def format_name(leaf: Leaf) -> str:
+    """The name of a leaf's dtype, or of its quantised format."""
+    return leaf.format if isinstance(leaf, Quantised) else str(leaf.dtype)
+
+
 def _short(value: Any) -> str:
-    if isinstance(value, Quantised):
-        return f"{value.format}{list(value.shape)}"
-    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") else repr(value)
+    return f"{format_name(value)}{list(value.shape)}" if hasattr(value, "shape") else repr(value)
