@@ -90,7 +90,7 @@ def test_groups_and_patterns_of_compressed_tensors(tmp_path):
         "quant_method": "compressed-tensors",
         "config_groups": {
             "a": {"targets": ["Linear"], "weights": weights},
-            "b": {"targets": [r"re:.*\.experts\.\d+\.up_proj$"], "weights": weights | {"num_bits": 4}},
+            "b": {"targets": ["re:.*up_proj$"], "weights": weights | {"num_bits": 4}},
             "c": {"targets": ["backbone.layers.1.mixer.fc1_latent_proj"], "weights": weights | {"type": "int"}},
         },
         "ignore": ["re:.*shared_experts.*", "lm_head"],
