@@ -212,12 +212,7 @@ def _weights(weights: nm.MoEWeights) -> list[Any]:
 
 def _weights_data(weights: nm.MoEWeights | None) -> list[dict[str, Any]]:
     return [
-        {
-            "name": name,
-            "shape": leaf.shape,
-            "dtype": getattr(leaf, "format", None) or str(leaf.dtype),
-            "bytes": leaf.nbytes,
-        }
+        {"name": name, "shape": leaf.shape, "dtype": format_name(leaf), "bytes": leaf.nbytes}
         for name, leaf in (weights.items() if weights else {}).items()
     ]
 
