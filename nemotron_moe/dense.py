@@ -42,8 +42,9 @@ def linear(
     Raises:
       ValueError: on shapes or dtypes that do not fit, or an unknown activation.
     """
-    if len(getattr(weight, "shape", ())) != 2:
-        raise ValueError(f"weight is {weight!r}; wanted an array [out, in].")
+    shape = weight.shape if isinstance(weight, Quantised) else jnp.shape(weight)
+    if len(shape) != 2:
+        raise ValueError(f"weight has shape {shape}; wanted [out, in].")
     check_activations("x", x, weight.shape[-1])
     scale = None
     if isinstance(weight, Quantised):
