@@ -1,4 +1,4 @@
-"""Measures loading: `python -m checkpoints.bench --megabytes 500` prints one JSON line per case."""
+"""Measures loading: `python -m checkpoints.bench` prints one JSON line for each layer, cold and warm."""
 
 import argparse
 import dataclasses
@@ -6,12 +6,15 @@ import functools
 import gc
 import json
 import math
+import os
 import re
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,28 +24,36 @@ from checkpoints.load import load_layer
 from checkpoints.names import TABLE
 from checkpoints.safetensors_file import DTYPES
 from nemotron_moe.config import MoEConfig
+from nemotron_moe.presets import NANO, SUPER
 from nemotron_moe.weights import abstract_weights
 
-EXPERTS, WIDTH, SHARDS = 64, 1024, 3
+SHARDS = 3
+# Configuration, format of the experts, whether they are stacked, and the dtype to load.
+CASES: dict[str, tuple[MoEConfig, str, bool, str | None]] = {
+    "nano bf16": (NANO, "bf16", False, None),
+    "nano bf16 to float32": (NANO, "bf16", False, "float32"),
+    "nano bf16 stacked": (NANO, "bf16", True, None),
+    "super nvfp4": (SUPER, "nvfp4", False, None),
+}
 
 
-def write_layer(folder: Path, megabytes: int, *, stacked: bool) -> None:
-    """Writes a checkpoint of one bfloat16 MoE layer of about `megabytes`, its experts scattered over the files."""
-    inner = max(16, megabytes * 10**6 // (4 * EXPERTS * WIDTH) // 16 * 16)
-    config = MoEConfig(
-        hidden_size=WIDTH,
-        moe_intermediate_size=inner,
-        moe_shared_expert_intermediate_size=inner,
-        n_routed_experts=EXPERTS,
-        num_experts_per_tok=2,
-    )
+def write_layer(folder: Path, config: MoEConfig, format: str, *, stacked: bool = False) -> int:
+    """Writes a checkpoint of one MoE layer, its tensors dealt to the files one by one; returns the layer's bytes.
+
+    All bytes are alike, and stand for a number above 0 in every dtype.
+
+    Args:
+      format: of the experts: "bf16", or "nvfp4" as ModelOpt writes it.
+      stacked: the experts of a field are one tensor.
+    """
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for field, leaf in abstract_weights(config).items().items():
         name, of_all = TABLE[field]
         if of_all is None or stacked:
             tensors[of_all or name] = ("F32" if field == "gate_bias" else "BF16", leaf.shape)
-        else:
-            tensors |= {name.replace("N", str(expert)): ("BF16", leaf.shape[1:]) for expert in range(EXPERTS)}
+            continue
+        for expert in range(config.n_routed_experts):
+            tensors |= _matrix(name.replace("N", str(expert)), leaf.shape[1:], format)
     weight_map: dict[str, str] = {}
     for shard in range(SHARDS):
         file, header, end = f"model-{shard + 1:05}-of-{SHARDS:05}.safetensors", {}, 0
@@ -55,6 +66,39 @@ def write_layer(folder: Path, megabytes: int, *, stacked: bool) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     model = {"model_type": "nemotron_h", "layers_block_type": ["moe"]}
     (folder / "config.json").write_text(json.dumps(model | dataclasses.asdict(config)))
+    return sum(math.prod(shape) * DTYPES[dtype][0] // 8 for dtype, shape in tensors.values())
+
+
+def _matrix(name: str, shape: tuple[int, ...], format: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    if format == "bf16":
+        return {name: ("BF16", shape)}
+    module, (rows, columns) = name.removesuffix(".weight"), shape
+    return {
+        name: ("U8", (rows, columns // 2)),
+        f"{module}.weight_scale": ("F8_E4M3", (rows, columns // 16)),
+        f"{module}.weight_scale_2": ("F32", ()),
+        f"{module}.input_scale": ("F32", ()),
+    }
+
+
+def read_in_order(folder: Path) -> float:
+    """Seconds that plain reading of the files takes, one after the other."""
+    buffer = memoryview(bytearray(64 << 20))
+    start = time.perf_counter()
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return time.perf_counter() - start
+
+
+def forget(folder: Path) -> None:
+    """Drops the files from the page cache."""
+    for path in folder.glob("*.safetensors"):
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)  # what is not written yet cannot be dropped
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
 
 
 def measure(load: Callable[[], tuple]) -> dict[str, float]:
@@ -69,6 +113,7 @@ def measure(load: Callable[[], tuple]) -> dict[str, float]:
     jax.block_until_ready(weights)
     seconds = time.perf_counter() - start
     return {
+        "loaded_bytes": weights.nbytes,
         "seconds": round(seconds, 3),
         "gb_per_s": round(weights.nbytes / seconds / 1e9, 2),
         "peak_over_layer": round((_status("VmHWM") - before) / weights.nbytes, 3),
@@ -82,15 +127,37 @@ def _status(key: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m checkpoints.bench", description=__doc__)
-    parser.add_argument("--megabytes", type=int, default=500, help="size of the layer (default 500)")
-    megabytes = parser.parse_args().megabytes
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all")
+    parser.add_argument("--experts", type=int, metavar="E", help="that many only, for a smaller layer")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="the middle one counts (default: 3)")
+    parser.add_argument("--output", metavar="FILE", help="append the results to it")
+    options = parser.parse_args()
     jax.block_until_ready(jax.device_put(np.zeros(1)))
-    for layout in ("one by one", "stacked"):
-        with tempfile.TemporaryDirectory() as name:
-            write_layer(Path(name), megabytes, stacked=layout == "stacked")
-            for dtype in (None, "float32"):
-                result = measure(functools.partial(load_layer, name, 0, dtype=dtype))
-                print(json.dumps({"experts": layout, "dtype": dtype, "megabytes": megabytes, **result}), flush=True)
+    with open(options.output or os.devnull, "a") as file:
+        for case in options.cases:
+            for row in run(case, options.experts, options.rounds):
+                print(line := json.dumps(row), flush=True)
+                print(line, file=file, flush=True)
+
+
+def run(case: str, experts: int | None, rounds: int) -> Iterator[dict[str, Any]]:
+    """Loads a layer with its files out of the page cache and in it, in turn with plain reading of the same files."""
+    config, format, stacked, dtype = CASES[case]
+    if experts is not None:
+        config = dataclasses.replace(config, n_routed_experts=experts)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        size = write_layer(folder, config, format, stacked=stacked)
+        for cache, prepare in (("cold", forget), ("warm", read_in_order)):
+            plain, results = [], []
+            for _ in range(rounds):
+                prepare(folder)
+                plain.append(read_in_order(folder))
+                prepare(folder)
+                results.append(measure(functools.partial(load_layer, name, 0, dtype=dtype)))
+            result = sorted(results, key=lambda result: result["seconds"])[rounds // 2]
+            share = round(statistics.median(plain) / result["seconds"], 2)
+            yield {"case": case, "cache": cache, "bytes": size, **result, "share_of_plain_reading": share}
 
 
 if __name__ == "__main__":
