@@ -79,3 +79,12 @@ def strict():
 
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """After each module: a compiled program maps memory, and Linux lets a process map 65530 pieces of it."""
+    yield
+    import jax
+
+    jax.clear_caches()
