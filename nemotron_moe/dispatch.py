@@ -10,7 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nemotron_moe.kernels import Pieces, cut_for_kernels, row_alignment, scatter_rows, target
+from nemotron_moe.kernels import (
+    Pieces,
+    count_up_to,
+    cut_for_kernels,
+    group_places,
+    row_alignment,
+    scatter_rows,
+    sums_before,
+)
 from nemotron_moe.validate import check_float32, check_ids, check_shape
 
 # The combine is unrolled up to this many experts per token, so that XLA makes one kernel of it.
@@ -42,9 +50,9 @@ class Plan:
 
     def expert_of_row(self) -> jax.Array:
         """[M] int32; of a row that no expert has, any."""
-        ends = jnp.cumsum(_round_up(self.group_sizes, self.alignment), dtype=jnp.int32)
+        sizes = _round_up(self.group_sizes, self.alignment)
         row = jnp.arange(self.slot_of_row.shape[0], dtype=jnp.int32)
-        return _search(ends, row, side="right").clip(0, max(self.group_sizes.shape[0] - 1, 0))
+        return count_up_to(sums_before(sizes) + sizes, row).clip(0, max(self.group_sizes.shape[0] - 1, 0))
 
     def is_routed(self) -> jax.Array:
         """[T, K] bool: the slot has an expert."""
@@ -68,39 +76,23 @@ def make_plan(ids: jax.Array, n_experts: int, *, alignment: int | None = None) -
     alignment = row_alignment() if alignment is None else alignment
     if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"alignment is {alignment!r}; wanted a positive integer, such as 1 or 8.")
-    tokens, slots = ids.shape
     expert = known_ids(ids, n_experts).reshape(-1)
-    slot_of_rank = jnp.argsort(expert, stable=True).astype(jnp.int32)
-    expert = expert[slot_of_rank]
-    starts = _search(expert, jnp.arange(n_experts + 1, dtype=jnp.int32))
-    sizes = jnp.diff(starts)
-    row = jnp.arange(tokens * slots, dtype=jnp.int32)
-    slot_of_row = slot_of_rank
-    if alignment > 1:
-        gaps = jnp.cumsum(_round_up(sizes, alignment) - sizes, dtype=jnp.int32)
-        row = row + jnp.append(jnp.zeros_like(gaps, shape=(1,)), gaps)[expert]
-        # A group is short of the next multiple by `alignment` - 1 at most.
-        rows = _round_up(tokens * slots + (alignment - 1) * min(n_experts, tokens * slots), alignment)
-        slot_of_row = _put(jnp.full(rows, tokens * slots, jnp.int32), row, slot_of_rank)
-    row_of_slot = _put(jnp.zeros_like(slot_of_rank), slot_of_rank, row)
+    place, sizes = group_places(expert, n_experts)
+    starts = sums_before(_round_up(jnp.append(sizes, jnp.int32(0)), alignment))
+    row_of_slot = starts[expert] + place
+    # A group is short of the next multiple by `alignment` - 1 at most.
+    rows = _round_up(expert.size + (alignment - 1) * min(n_experts, expert.size), alignment)
+    slot_of_row = jnp.full(rows, expert.size, jnp.int32)
+    slot_of_row = slot_of_row.at[row_of_slot].set(
+        jnp.arange(expert.size, dtype=jnp.int32), unique_indices=True, mode="promise_in_bounds"
+    )
     return Plan(
         group_sizes=sizes,
         slot_of_row=slot_of_row,
-        row_of_slot=row_of_slot.reshape(tokens, slots),
-        pieces=cut_for_kernels(sizes, slot_of_row.shape[0]) if alignment == row_alignment() else None,
+        row_of_slot=row_of_slot.reshape(ids.shape),
+        pieces=cut_for_kernels(sizes, rows) if alignment == row_alignment() else None,
         alignment=alignment,
     )
-
-
-def _search(ascending: jax.Array, values: jax.Array, side: str = "left") -> jax.Array:
-    """jnp.searchsorted in int32."""
-    # Unrolled, it is one kernel on a GPU, where a loop is dozens; for a CPU it takes a minute to compile.
-    method = "scan" if target().platform == "cpu" else "scan_unrolled"
-    return jnp.searchsorted(ascending, values, side=side, method=method).astype(jnp.int32)
-
-
-def _put(array: jax.Array, at: jax.Array, values: jax.Array) -> jax.Array:
-    return array.at[at].set(values, unique_indices=True, mode="promise_in_bounds")
 
 
 def _round_up[Size: (int, jax.Array)](size: Size, multiple: int) -> Size:

@@ -13,7 +13,7 @@ from nemotron_moe.dispatch import make_plan
 from nemotron_moe.kernels import steps_around
 from nemotron_moe.validate import check_dtype, check_weights
 from nemotron_moe.weights import MoEWeights, abstract_weights
-from pallas_kernels import grouped_matmul, scatter_rows, top_k
+from pallas_kernels import group_places, grouped_matmul, scatter_rows, top_k
 from pallas_kernels.implementation import Choice, target
 
 
@@ -84,6 +84,8 @@ def explain(
     rows = plan.slot_of_row.shape[0]
     choice = top_k.choose(scores, ids.shape[1], implementation=around)
     steps = [_step("router", "top_k", choice, scores)]
+    expert = _like((tokens * ids.shape[1],), jnp.int32)
+    steps.append(_step("plan", "group_places", group_places.choose(expert, config.n_routed_experts), expert))
     choice = scatter_rows.choose(x, ids, rows, implementation=around)
     steps.append(_step("dispatch", "scatter_rows", choice, x, plan.row_of_slot))
     for name, matrix, in_dtype in (

@@ -1,19 +1,24 @@
 """The one door to the operations of `pallas_kernels`: which of them the layer computes with."""
 
+from pallas_kernels.group_places import group_places
 from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, Pieces, cut_for_kernels, grouped_matmul
 from pallas_kernels.grouped_matmul import preferred_alignment as row_alignment
 from pallas_kernels.implementation import target
 from pallas_kernels.scatter_rows import scatter_rows
+from pallas_kernels.sums import count_up_to, sums_before
 from pallas_kernels.top_k import top_k
 
 __all__ = [
     "Pieces",
+    "count_up_to",
     "cut_for_kernels",
+    "group_places",
     "grouped_matmul",
     "implementations",
     "row_alignment",
     "scatter_rows",
     "steps_around",
+    "sums_before",
     "target",
     "top_k",
 ]

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.sums import count_up_to, sums_before
+
 ALIGNMENT = 8  # rows: groups begin and pieces are cut at multiples of it
 
 # Fields of a row of the table.
@@ -48,17 +50,16 @@ def cut_groups(starts: jax.Array, ends: jax.Array, m: int, heights: tuple[int, .
     group, start, step = jnp.append(group, groups), jnp.append(start, used), jnp.append(step, tallest)
     rows = jnp.append(rows, m - used)
     count = jnp.append(count, -(-(m - used) // tallest))
-    after = jnp.cumsum(count, dtype=jnp.int32)
+    before = sums_before(count)
     index = lax.iota(jnp.int32, -(-m // tallest) + groups + 1)
-    which = jnp.searchsorted(after, index, side="right", method="compare_all").astype(jnp.int32)
-    which = jnp.minimum(which, groups)
-    first = (after - count)[which]
+    which = jnp.minimum(count_up_to(before + count, index), groups)
+    first = before[which]
     offset = (index - first) * step[which]
     here = jnp.clip(rows[which] - offset, 0, step[which])
     height = jnp.searchsorted(jnp.asarray(heights, jnp.int32), here, method="compare_all").astype(jnp.int32)
     unused = jnp.zeros_like(index)
     fields = [group[which], start[which] + offset, here, height, first, count[which], unused, unused]
-    counts = jnp.stack([after[groups] - count[groups], count[groups]])
+    counts = jnp.stack([before[groups], count[groups]])
     return Pieces(table=jnp.stack(fields, axis=1), counts=counts, m=m, groups=groups, heights=heights)
 
 
