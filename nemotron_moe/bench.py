@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
-import jax
-
 from nemotron_moe import bench_check as check
 from nemotron_moe.bench_cell import Cell, Entry
 from nemotron_moe.bench_data import ROUTINGS, random_layer
@@ -28,9 +26,9 @@ from nemotron_moe.bench_rivals import load, rival
 from nemotron_moe.bench_work import PARTS, Product
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.weights import MoEWeights
-from pallas_kernels.bench.device import WALL, Group, Timing, driver, prepare, timer
+from pallas_kernels.bench.conditions import conditions
+from pallas_kernels.bench.device import WALL, Group, Timing, prepare, timer
 from pallas_kernels.bench.rivals import NotPresentError
-from pallas_kernels.bench.timing import conditions
 
 AUTO, XLA = "auto", "xla"
 IMPLEMENTATIONS = (AUTO, *RIVALS, XLA)
@@ -218,13 +216,8 @@ def _anywhere(options: Options, name: str) -> bool:
 
 def _common(options: Options) -> Row:
     here = conditions()
-    return {
-        "date": datetime.date.today().isoformat(),
-        "commit": options.commit or here["commit"],
-        "device": here["device"],
-        "driver": driver(),
-        "jax": jax.__version__,
-    }
+    kept = {name: here[name] for name in ("date", "device", "driver", "jax")}
+    return kept | {"commit": options.commit or here["commit"]}
 
 
 def _shapes(options: Options, config: MoEConfig, tokens: int) -> list[Shape]:

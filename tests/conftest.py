@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 OLDEST_JAX = (0, 11, 2)
-COMMAND = "uv run --isolated --group dev --group aot pytest"
+COMMAND = "uv run --isolated --group dev --group aot pytest -n 2 --dist loadfile"
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 README, ARCHITECTURE = ((ROOT / name).read_text() for name in ("README.md", "ARCHITECTURE.md"))
 COMMANDS = (
     "pip install uv && uv run nemotron-moe demo",
-    "pip install uv && uv run --isolated --group dev --group aot pytest",
+    "pip install uv && uv run --isolated --group dev --group aot pytest -n 2 --dist loadfile",
 )
 # What the layer can do, and the faults of other implementations that it must not have.
 REQUIRED = set(

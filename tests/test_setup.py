@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-COMMAND = "uv run --isolated --group dev --group aot pytest"
+COMMAND = "uv run --isolated --group dev --group aot pytest -n 2 --dist loadfile"
 TESTS = """
 import os, pytest
 

@@ -7,7 +7,6 @@ NVIDIA GPU the wall clock stands in, so that benchmarks run anywhere; `Timing.ti
 import dataclasses
 import functools
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -123,15 +122,6 @@ def synchronize(result: Any = None) -> None:
 def timer() -> str:
     """How calls are timed here: "cupti" or "wall"."""
     return CUPTI if jax.default_backend() == "gpu" and "NVIDIA" in jax.devices()[0].device_kind else WALL
-
-
-def driver() -> str | None:
-    """Version of the NVIDIA driver, or None where there is none."""
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return None
 
 
 def _run_all(calls: Sequence[Call]) -> None:

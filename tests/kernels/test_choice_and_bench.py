@@ -64,12 +64,13 @@ def test_compiling_without_the_packages_says_what_to_type(monkeypatch):
 
 
 def test_the_benchmark_prints_one_json_object_a_line():
-    small = "--tokens 4 8 --groups 4 --top-k 2 --columns 6 --depth 10 --dtypes float32 --rounds 3"
-    for more in ([], ["--gradient"]):
-        command = [sys.executable, "-m", "pallas_kernels.bench", "grouped_matmul", *small.split(), *more]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        rows = [json.loads(line) for line in done.stdout.splitlines()]
-        assert [row["rows"] for row in rows] == [8, 16]
-        for row in rows:
-            assert row["ratio"] > 0 and row["grouped_matmul"]["median_ms"] >= row["grouped_matmul"]["least_ms"] > 0
-            assert row["jax"] == jax.__version__ and row["date"] and row["device"]
+    small = "--tokens 4 8 --experts 4 --top-k 2 --width 6 --inner 10 --rounds 2 --read-bytes 100000"
+    command = [sys.executable, "-m", "pallas_kernels.bench", *small.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    measured = [("grouped_matmul", "xla"), ("scatter_rows", "xla"), ("top_k", "xla"), ("group_places", "sort")]
+    seen = [(row["operation"], row["implementation"], row["tokens"]) for row in rows]
+    assert seen == [(*names, tokens) for names in measured for tokens in (4, 8)]
+    for row in rows:
+        assert row["us"] >= row["least_us"] > 0 and row["share_of_reading"] > 0 and row["timer"] == "wall"
+        assert row["jax"] == jax.__version__ and row["date"] and row["device"]
