@@ -37,7 +37,6 @@ PASSES = ("cool", "hot")
 USUAL_TOKENS = {XLA: (8192,), "huggingface": (8192,)}
 TOKENS = (8192, 512, 2048, 128)  # what matters most comes first
 REHEAT = 1 / 3  # of the seconds of heating, before each further part of a cell
-COMPILING = 0.5  # of the seconds, at most
 OK, NOT_PRESENT, FAILED, WRONG = "ok", "not present", "failed", "wrong"
 KERNELS = 12  # of a row, the longest
 
@@ -59,7 +58,6 @@ class Options:
       parts, routings, passes: some of `PARTS`, `ROUTINGS` and `PASSES`.
       implementations: some of `IMPLEMENTATIONS`; "auto" is what the layer picks. None means all, where they are usual.
       rounds: of a hot pass, each of which calls every routing once.
-      seconds: after so many no cell is begun, and those which are left have no rows; None means that all are measured.
       draws: routings of a cell.
       lock: a file by which several runs on one GPU compile together and then measure one after the other.
       pause, heat: seconds of rest before a cool pass, and of dense products before the first hot one of a cell; a
@@ -79,7 +77,6 @@ class Options:
     passes: Sequence[str] = PASSES
     implementations: Sequence[str] | None = None
     rounds: int = 2
-    seconds: float | None = None
     lock: str | None = None
     draws: int = 8
     pause: float = 2.0
@@ -100,8 +97,6 @@ class Options:
         for name, values in (("tokens", self.tokens), ("rounds", [self.rounds]), ("draws", [self.draws])):
             if wrong := [value for value in values if value < 1]:
                 raise ValueError(f"{name} is {wrong[0]}; wanted 1 or more.")
-        if self.seconds is not None and not self.seconds > 0:
-            raise ValueError(f"seconds is {self.seconds}; wanted more than 0.")
 
     def usual(self, implementation: str, tokens: int) -> bool:
         """Whether the implementation is to be measured at this number of tokens."""
@@ -135,25 +130,20 @@ def _run(options: Options, turn: "_Turn") -> Iterator[Row]:
     ]
     programs = Programs(os.cpu_count() or 1)
     try:
-        counts = [_add(programs, options, where, config) for where, config in cells]
-        for line in programs.wait(None if options.seconds is None else COMPILING * options.seconds):
+        for where, config in cells:
+            _add(programs, options, where, config)
+        for line in programs.wait():
             options.say(line)
         options.say(f"compiled in {time.perf_counter() - start:.0f} s")
         machine = Machine(read_bytes=options.read_bytes, heat=options.heat, pause=options.pause, say=options.say)
         load([name for name in RIVALS if _anywhere(options, name)])
         turn.take(options.tokens)
-        common, weights, left_out = _common(options), _Weights(), []
-        for (where, config), count in zip(cells, counts, strict=True):
-            passed_s = time.perf_counter() - start
-            if (options.seconds is not None and passed_s > options.seconds) or not programs.ready(count):
-                left_out.append(_words(where))
-                continue
-            options.say(f"{datetime.datetime.now():%H:%M:%S}, after {passed_s:.0f} s: {_words(where)}")
+        common, weights = _common(options), _Weights()
+        for where, config in cells:
+            options.say(f"{datetime.datetime.now():%H:%M:%S}, {_words(where)}")
             of_model = functools.partial(weights.of, where["model"], config)
             for row in _cell_or_failure(options, machine, programs, of_model, config, where):
                 yield {name: (common | row).get(name) for name in KEYS} | row
-        if left_out:
-            options.say(f"left out, for lack of time: {', '.join(left_out)}")
     finally:
         programs.close()
 
@@ -197,8 +187,8 @@ class _Weights:
         return self._weights
 
 
-def _add(programs: Programs, options: Options, where: Row, config: MoEConfig) -> int:
-    """Begins to compile what a cell runs; how many programs there are then."""
+def _add(programs: Programs, options: Options, where: Row, config: MoEConfig) -> None:
+    """Begins to compile what a cell runs."""
     model, tokens = where["model"], where["tokens"]
     try:
         for shape in _shapes(options, config, tokens):
@@ -206,7 +196,6 @@ def _add(programs: Programs, options: Options, where: Row, config: MoEConfig) ->
         add_checks(programs, model, Shape(config, tokens, None), options.parts)
     except Exception as error:  # The cell's rows will say what fails.
         options.say(f"{_words(where)}: {_reason(error)['reason']}")
-    return len(programs)
 
 
 def _anywhere(options: Options, name: str) -> bool:

@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -103,34 +102,17 @@ class Programs:
             work = functools.partial(_compiled, fun, arguments, options)
             self._found[key] = self._pool.submit(work)
 
-    def __len__(self) -> int:
-        return len(self._found)
-
     def __getitem__(self, key: tuple) -> Any:
         """The program; raises what compiling it raised."""
         return self._found[key].result()
 
-    def wait(self, seconds: float | None = None) -> Iterator[str]:
-        """Says how far it is, as the programs become ready; what has not begun after these seconds is given up."""
-        end = None if seconds is None else time.perf_counter() + seconds
+    def wait(self) -> Iterator[str]:
+        """Says how far it is, as the programs become ready."""
         for number, (key, future) in enumerate(self._found.items(), 1):
-            try:
-                error = future.exception(None if end is None else max(end - time.perf_counter(), 0))
-            except TimeoutError:
-                end = None
-                given_up = sum(other.cancel() for other in self._found.values())
-                yield f"{given_up} of {len(self)} programs are given up, for lack of time"
-                error = future.exception() if not future.cancelled() else None
-            except CancelledError:
-                continue
-            if error:
+            if error := future.exception():
                 yield f"{' '.join(map(str, key))} does not compile: {type(error).__name__}: {str(error)[:200]}"
-            if number % 50 == 0 or number == len(self):
-                yield f"{number} of {len(self)} programs compiled"
-
-    def ready(self, count: int) -> bool:
-        """Whether none of the first `count` programs was given up."""
-        return not any(future.cancelled() for future in list(self._found.values())[:count])
+            if number % 50 == 0 or number == len(self._found):
+                yield f"{number} of {len(self._found)} programs compiled"
 
     def add_data(self, work: Sequence[Product], others: Sequence[tuple[tuple[int, int], bool]]) -> None:
         """Begins to compile dense products of these sizes and what draws their operands, and `others`."""

@@ -151,9 +151,6 @@ def _add_bench(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     bench.add_argument("--rounds", type=int, metavar="N", help="of each hot pass (default: 2)")
     bench.add_argument(
-        "--seconds", type=float, metavar="N", help="begin no cell (a model with a number of tokens) after N seconds"
-    )
-    bench.add_argument(
         "--lock", metavar="FILE", help="runs with the same FILE compile together and measure one after the other"
     )
     bench.add_argument("--output", metavar="FILE", help="append the results to it, one JSON object a line")
@@ -219,7 +216,7 @@ def _bench(options: argparse.Namespace) -> int:
     known = {"nano": nm.presets.NANO, "super": nm.presets.SUPER, "ultra": nm.presets.ULTRA}
     if unknown := sorted(set(options.models) - set(known)):
         raise ValueError(f"models has {unknown}; wanted some of {list(known)}.")
-    names = ("tokens", "parts", "routings", "passes", "implementations", "rounds", "seconds", "lock", "commit")
+    names = ("tokens", "parts", "routings", "passes", "implementations", "rounds", "lock", "commit")
     asked = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     models = {name: known[name] for name in options.models}
     chosen = bench.Options(models=models, say=lambda line: print(line, file=sys.stderr, flush=True), **asked)
