@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -12,12 +13,11 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-import jax
 from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels import aot
-from pallas_kernels.implementation import H200, compiling_for
 
+ROOT = Path(__file__).parents[2]
 REGISTERS = 65536  # of a multiprocessor, shared by the threads of a block
 MOST_REGISTERS = 255  # of a thread
 SHARED_MEMORY = 232448  # bytes that a block may ask for
@@ -62,25 +62,30 @@ class Resources:
     temporary_memory: int
 
 
-def resources(cache, fun, *args):
-    """Of `fun`, compiled for an H200; every Mosaic kernel in it fits. Remembered in pytest's cache until it changes."""
-    key = f"aot/{_hash(fun, *args)}"
-    known = cache.get(key, None)
+def resources(request, fun, *args):
+    """Of `fun`, compiled for an H200; every Mosaic kernel in it fits.
+
+    pytest's cache remembers it for this test and these arguments until a source or a compiler changes.
+    """
+    key = hashlib.sha256("\n".join([request.node.nodeid, str(args), _sources()]).encode()).hexdigest()
+    known = request.config.cache.get(f"aot/{key}", None)
     if known is None:
         known = _compile(fun, *args)
-        cache.set(key, known)
+        request.config.cache.set(f"aot/{key}", known)
     kernels = [Kernel(**one) for one in known["kernels"]]
     for kernel in kernels:
         kernel.assert_fits()
     return Resources({kernel.name: kernel for kernel in kernels}, known["text"], known["temporary_memory"])
 
 
-def _hash(fun, *args):
-    """Of the lowered program with its kernels, of what compiles it, and of what is remembered of it."""
-    with compiling_for(H200):
-        program = jax.jit(fun).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+@functools.cache
+def _sources():
+    """A hash of all that the compiled programs come from."""
     compilers = [f"{name} {importlib.metadata.version(name)}" for name in COMPILERS]
-    return hashlib.sha256("\n".join([program, *compilers, aot.H200, Path(__file__).read_text()]).encode()).hexdigest()
+    files = [
+        path for folder in ("nemotron_moe", "pallas_kernels", "tests/kernels") for path in (ROOT / folder).rglob("*.py")
+    ]
+    return hashlib.sha256("\n".join([*compilers, *(path.read_text() for path in sorted(files))]).encode()).hexdigest()
 
 
 def _compile(fun, *args):

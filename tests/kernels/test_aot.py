@@ -52,7 +52,7 @@ def product(config, part, tokens, tile=None):
 
 def block(config, tokens, request):
     run = functools.partial(moe_block, config=config)
-    return resources(request.config.cache, run, spec((tokens, config.hidden_size)), abstract_weights(config))
+    return resources(request, run, spec((tokens, config.hidden_size)), abstract_weights(config))
 
 
 def test_the_widest_product_fits(request):
@@ -64,7 +64,7 @@ def test_the_widest_product_fits(request):
     tile = dataclasses.replace(usual, heights=usual.heights[-2:])
     fun, args = product(presets.NANO, "up", 8192, tile)
     wanted = {f"grouped_matmul_{kind}_{tile.label}" for kind in ("relu2", "dlhs")}
-    assert resources(request.config.cache, fun, *args).kernels.keys() == wanted
+    assert resources(request, fun, *args).kernels.keys() == wanted
 
 
 @pytest.mark.aot_full
@@ -79,7 +79,7 @@ def test_every_product_that_can_be_chosen_fits(model, part, request):
         tiles = tuple(default_tile_config(heights, depth=depth) for depth in (k, n))
         if tiles not in seen:
             seen.add(tiles)
-            kernels = resources(request.config.cache, fun, *args).kernels
+            kernels = resources(request, fun, *args).kernels
             assert all(any(tile.label in name for name in kernels) for tile in tiles) and len(kernels) == 2
     assert len(seen) > 1
 

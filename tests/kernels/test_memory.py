@@ -60,7 +60,7 @@ def test_temporary_memory_is_that_of_the_rows_not_of_the_groups_R54(fun, m, n, k
 @pytest.mark.parametrize("m, n, k, dtype", H200_CASES)
 def test_a_gpus_temporary_memory_is_that_of_a_batch_R54(fun, m, n, k, dtype, request):
     def on_h200(fun, *args):
-        return resources(request.config.cache, fun, *args).temporary_memory
+        return resources(request, fun, *args).temporary_memory
 
     few, many = (temporary_bytes(on_h200, fun, m, n, k, groups, dtype) for groups in (16, 64))
     assert many <= 1.2 * few
