@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from nemotron_moe.weights import MoEWeights
 from pallas_kernels.formats import Fp8Array, Nvfp4Array, Quantised, quantize
@@ -34,29 +35,30 @@ def check_mode(mode: str | None, weights: MoEWeights) -> None:
         raise ValueError(
             f"quantize_activations is {mode!r}, which is for weights of type {kind.__name__}; the layer has none."
         )
-    missing = [one for name, leaf in chosen.items() if leaf.input_scale is None for one in _uncalibrated(name, leaf)]
+    missing = [_uncalibrated(name, leaf) for name, leaf in chosen.items() if leaf.input_scale is None]
     if is_static and missing:
-        more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
         raise ValueError(
-            f"quantize_activations is {mode!r}, but the checkpoint lacks {', '.join(missing[:10])}{more}: no token "
-            f"reached them in calibration. Use {mode.removesuffix('_static')!r}, which takes each token's own scale."
+            f"quantize_activations is {mode!r}, but there is no input scale for {', '.join(missing)}. "
+            f"Use {mode.removesuffix('_static')!r}, which takes each token's own scale."
         )
 
 
-def _uncalibrated(field: str, leaf: Quantised) -> list[str]:
-    """The names, in a checkpoint, of the input scales that an array lacks."""
-    for block in ("shared_experts", "experts"):
-        field = field.replace(f"{block}_", f"{block}.", 1) if field.startswith(f"{block}_") else field
-    if leaf.ndim == 2:
-        return [f"{field}.input_scale"]
-    return [field.replace("experts.", f"experts.{one}.") + ".input_scale" for one in leaf.uncalibrated or ("*",)]
+def _uncalibrated(field: str, leaf: Quantised) -> str:
+    """Of a field without input scales, which matrices the checkpoint had none for."""
+    experts = leaf.uncalibrated
+    if not experts:
+        return field
+    more = f" and {len(experts) - 5} more" if len(experts) > 5 else ""
+    return f"{field} of experts {', '.join(map(str, experts[:5]))}{more} (no token reached them in calibration)"
 
 
 def quantised_rows(x: jax.Array, matrix: Any, mode: str | None, expert: jax.Array | None = None) -> jax.Array:
     """x [M, K] after quantisation for a product with `matrix`, in x's dtype; x itself where `mode` is not for that.
 
-    An FP8 row is code * scale with one scale a row. An NVFP4 row has an e4m3 scale for each 16 numbers and a float32
-    one above them: without that, rows of small numbers would vanish, as e4m3 ends at 2^-9.
+    Simulated: the numbers that codes and scales stand for, rounded to x's dtype. The gradient is that of x itself, as
+    if nothing were rounded (straight through). An FP8 row is code * scale with one scale a row. An NVFP4 row has an
+    e4m3 scale for each 16 numbers and a float32 one above them: without that, rows of small numbers would vanish, as
+    e4m3 ends at 2^-9.
 
     Args:
       matrix: [N, K] or [E, N, K], quantised or not.
@@ -71,7 +73,18 @@ def quantised_rows(x: jax.Array, matrix: Any, mode: str | None, expert: jax.Arra
         if isinstance(matrix, Nvfp4Array) and matrix.divides:
             scale = 1.0 / scale
         scale = jnp.broadcast_to(scale, x.shape[:1]) if expert is None else scale[expert]
+    rows = lax.stop_gradient(x)
     if isinstance(matrix, Fp8Array):
-        return quantize(x, "fp8_channel", outer_scale=scale).dequantize(x.dtype)
-    # Each row as a matrix of its own.
-    return quantize(x[:, None], "nvfp4", outer_scale=scale).dequantize(x.dtype)[:, 0]
+        rows = quantize(rows, "fp8_channel", outer_scale=scale).dequantize(x.dtype)
+    else:  # each row as a matrix of its own
+        rows = quantize(rows[:, None], "nvfp4", outer_scale=scale).dequantize(x.dtype)[:, 0]
+    return _straight_through(x, rows)
+
+
+@jax.custom_vjp
+def _straight_through(x: jax.Array, rows: jax.Array) -> jax.Array:
+    return rows
+
+
+# Codes have no gradient of their own, and a cast's would round the cotangent to e4m3.
+_straight_through.defvjp(lambda x, rows: (rows, None), lambda _, d_rows: (d_rows, jnp.zeros_like(d_rows)))

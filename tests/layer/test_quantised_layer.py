@@ -13,10 +13,6 @@ from layers import BOTH, TINY_D, TINY_L, block, mixer, random_tokens, random_wei
 import nemotron_moe as nm
 from pallas_kernels.formats import FORMATS, Fp8Array, quantize, to_float64
 
-# Relative error of a layer whose activations are quantised too, one format after the other: e4m3 rounds by at most
-# 2^-4 of a number, e2m1 by at most a quarter of what lies between two codes; errors of a sum's terms average out.
-ACTIVATIONS = {"fp8": 2**-4, "nvfp4": 2**-2}
-
 
 @functools.cache
 def quantised(name, format):
@@ -119,85 +115,6 @@ def test_the_scaling_factor_is_applied_once_R08(name, format):
     out = mixer(jnp.ones((5, 64)), dataclasses.replace(weights, **changed), config=config)
     limit = bound(jnp.float32, 64 + config.num_experts_per_tok, config.routed_scaling_factor, roundings=4)
     np.testing.assert_allclose(out, config.routed_scaling_factor, rtol=0, atol=limit)
-
-
-@pytest.mark.parametrize("mode", ACTIVATIONS)
-@pytest.mark.parametrize("name", BOTH)
-def test_activations_are_quantised_on_demand(name, mode):
-    format = {"fp8": "fp8_channel", "nvfp4": "nvfp4"}[mode]
-    config, weights, h = BOTH[name], quantised(name, format), random_tokens(BOTH[name], 37)
-    routing = nm.route(h, weights.gate, weights.gate_bias, config)
-    plain = mixer(h, weights, config=config, routing=routing)
-    seen = jax.jit(nm.moe_mixer, static_argnames=("config", "quantize_activations"))(
-        h, weights, config=config, routing=routing, quantize_activations=mode
-    )
-    assert 0 < relative(seen, plain) < 3 * ACTIVATIONS[mode], "three products follow each other at most"
-    # A token's row does not depend on the others.
-    alone = jax.jit(nm.moe_mixer, static_argnames=("config", "quantize_activations"))(
-        h[5:6], weights, config=config, routing=jax.tree.map(lambda x: x[5:6], routing), quantize_activations=mode
-    )
-    assert relative(alone[0], seen[5]) < FLOAT32_LAYER
-
-
-def test_static_scales_are_each_expert_s_own():
-    """Of two experts one clips at a hundredth of what the other takes."""
-    config, weights = TINY_D, quantised("direct", "fp8_tensor")
-    scales = jnp.where(jnp.arange(config.n_routed_experts) == 3, 1e-4, 1.0)
-    weights = dataclasses.replace(
-        weights,
-        experts_up_proj=dataclasses.replace(weights.experts_up_proj, input_scale=scales),
-        experts_down_proj=dataclasses.replace(weights.experts_down_proj, input_scale=jnp.ones_like(scales)),
-    )
-    x = jnp.full((1, 64), 1.0)
-    for expert, wanted in ((3, 448 * 1e-4), (2, 1.0)):
-        plan = nm.make_plan(jnp.array([[expert]]), config.n_routed_experts)
-        up, down = weights.experts_up_proj, weights.experts_down_proj
-        run = functools.partial(nm.routed_experts, weights=jnp.ones((1, 1)), plan=plan, up_proj=up)
-        seen = run(x, down_proj=down, quantize_activations="fp8_static")
-        inner = np.maximum(wanted * np.asarray(up[expert].dequantize(), np.float64).sum(1), 0) ** 2
-        inner = np.asarray(
-            quantize(jnp.asarray(inner, jnp.float32)[None], "fp8_tensor", outer_scale=jnp.ones(())).dequantize()
-        )
-        assert relative(seen[0], to_float64(down)[expert] @ inner[0]) < 2**-4, expert
-
-
-def test_small_activations_vanish_without_the_second_level_C14():
-    """Rows of 1e-4 keep their relative error with a scale of their own above the blocks', and are lost without."""
-    x = random_tokens(TINY_D, 1, 32)
-    errors = {}
-    for size in (1.0, 1e-4):
-        for levels, outer in ((2, None), (1, jnp.ones(()))):
-            seen = quantize(x[0] * size, "nvfp4", outer_scale=outer).dequantize()
-            errors[size, levels] = relative(seen, x[0] * size)
-    assert errors[1.0, 2] < ACTIVATIONS["nvfp4"] and errors[1.0, 1] < ACTIVATIONS["nvfp4"]
-    np.testing.assert_allclose(errors[1e-4, 2], errors[1.0, 2], rtol=2**-4)
-    assert errors[1e-4, 1] == 1  # nothing is left
-
-
-def test_nothing_is_too_large_for_fp8_C13():
-    config, weights = TINY_D, quantised("direct", "fp8_tensor")
-    for mode in ("fp8", None):
-        run = jax.jit(nm.moe_mixer, static_argnames=("config", "quantize_activations"))
-        out = run(1000.0 * random_tokens(config, 4), weights, config=config, quantize_activations=mode)
-        assert np.isfinite(np.asarray(out)).all()
-
-
-def test_modes_that_do_not_fit_are_refused():
-    h = random_tokens(TINY_D, 2)
-    run = functools.partial(nm.moe_block, h, config=TINY_D)
-    weights = quantised("direct", "nvfp4")
-    with pytest.raises(ValueError, match="quantize_activations is 'int8'; wanted None or one of fp8, fp8_static"):
-        run(weights=weights, quantize_activations="int8")
-    with pytest.raises(ValueError, match="is 'fp8', which is for weights of type Fp8Array; the layer has none"):
-        run(weights=weights, quantize_activations="fp8")
-    with pytest.raises(ValueError, match="the layer has none"):
-        run(weights=random_weights(TINY_D), quantize_activations="nvfp4")
-    up = dataclasses.replace(weights.experts_up_proj, uncalibrated=(2, 5))
-    with pytest.raises(ValueError, match=r"lacks experts\.2\.up_proj\.input_scale, experts\.5\.up_proj\.input_scale, "):
-        run(weights=dataclasses.replace(weights, experts_up_proj=up), quantize_activations="nvfp4_static")
-    with pytest.raises(ValueError, match=r"weights\.experts_up_proj\.scale is float8_e4m3fn"):
-        broken = dataclasses.replace(up, scale=up.scale[:, :, :1])
-        run(weights=dataclasses.replace(weights, experts_up_proj=broken))
 
 
 def test_the_layer_names_formats_in_what_it_explains():
