@@ -26,8 +26,11 @@ from checkpoints.safetensors_file import DTYPES
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.presets import NANO, SUPER
 from nemotron_moe.weights import abstract_weights
+from pallas_kernels.bench.conditions import conditions
 
 SHARDS = 3
+# Of the speed of plain reading, what loading reaches at least.
+GOALS = {"cold": 0.5, "warm": 0.33}
 # Configuration, format of the experts, whether they are stacked, and the dtype to load.
 CASES: dict[str, tuple[MoEConfig, str, bool, str | None]] = {
     "nano bf16": (NANO, "bf16", False, None),
@@ -103,8 +106,8 @@ def forget(folder: Path) -> None:
 
 def measure(load: Callable[[], tuple]) -> dict[str, float]:
     """Runs `load` once: seconds, GB/s of the weights, peak host memory over their size, and files opened."""
-    opened: list[str] = []
-    sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+    opened = _opened()
+    opened.clear()
     gc.collect()  # jax lets go of host memory that it has taken over only when Python collects.
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # Starts a new peak.
@@ -121,6 +124,14 @@ def measure(load: Callable[[], tuple]) -> dict[str, float]:
     }
 
 
+@functools.cache
+def _opened() -> list[str]:
+    """Names of the files that this process opens from now on; a hook stays for good, so there is one."""
+    opened: list[str] = []
+    sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+    return opened
+
+
 def _status(key: str) -> int:
     return int(re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
 
@@ -130,34 +141,39 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all")
     parser.add_argument("--experts", type=int, metavar="E", help="that many only, for a smaller layer")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="the middle one counts (default: 3)")
+    parser.add_argument("--folder", help="of the files that are written and read, on the disk in question")
     parser.add_argument("--output", metavar="FILE", help="append the results to it")
     options = parser.parse_args()
     jax.block_until_ready(jax.device_put(np.zeros(1)))
     with open(options.output or os.devnull, "a") as file:
         for case in options.cases:
-            for row in run(case, options.experts, options.rounds):
+            for row in run(case, options.experts, options.rounds, options.folder):
                 print(line := json.dumps(row), flush=True)
                 print(line, file=file, flush=True)
 
 
-def run(case: str, experts: int | None, rounds: int) -> Iterator[dict[str, Any]]:
+def run(case: str, experts: int | None, rounds: int, folder: str | None = None) -> Iterator[dict[str, Any]]:
     """Loads a layer with its files out of the page cache and in it, in turn with plain reading of the same files."""
     config, format, stacked, dtype = CASES[case]
     if experts is not None:
         config = dataclasses.replace(config, n_routed_experts=experts)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        size = write_layer(folder, config, format, stacked=stacked)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        size = write_layer(where := Path(name), config, format, stacked=stacked)
         for cache, prepare in (("cold", forget), ("warm", read_in_order)):
             plain, results = [], []
             for _ in range(rounds):
-                prepare(folder)
-                plain.append(read_in_order(folder))
-                prepare(folder)
+                prepare(where)
+                plain.append(read_in_order(where))
+                prepare(where)
                 results.append(measure(functools.partial(load_layer, name, 0, dtype=dtype)))
             result = sorted(results, key=lambda result: result["seconds"])[rounds // 2]
             share = round(statistics.median(plain) / result["seconds"], 2)
-            yield {"case": case, "cache": cache, "bytes": size, **result, "share_of_plain_reading": share}
+            speed = round(size / statistics.median(plain) / 1e9, 2)
+            yield {
+                **conditions(),
+                **{"case": case, "cache": cache, "bytes": size, **result},
+                **{"plain_gb_per_s": speed, "share_of_plain_reading": share, "goal": GOALS[cache]},
+            }
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ def element_bytes(rhs: Matrices) -> int:
 def blocks(
     rhs: Matrices, group: jax.Array, axis: int, start: jax.Array, count: int, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`count` rows (axis 1) or columns (axis 2) of some groups' matrices; nothing larger than them is made.
+    """`count` rows (axis 1) or columns (axis 2) of some groups' matrices; of no more than these is anything widened.
+
+    For more than one group their matrices are gathered whole, packed as they are.
 
     Args:
       rhs: [G, N, K].

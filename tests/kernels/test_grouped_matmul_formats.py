@@ -1,6 +1,7 @@
 """Quantised matrices in grouped_matmul: every format in every implementation that takes it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from bounds import bound
 
 from pallas_kernels.formats import FORMATS, quantize, to_float64
 from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, grouped_matmul
+from pallas_kernels.grouped_matmul.tile import Tile
 
 RUN = [row.name for row in IMPLEMENTATIONS if row.name != "mosaic"]
 # The operand of a format whose scales vary along K is rounded to the rows' dtype once, NVFP4's is exact.
@@ -35,6 +37,24 @@ def by_hand(rows, wide, sizes, activation=None):
         out[part], scale[part] = rows[part] @ matrix.T, np.abs(rows[part]) @ np.abs(matrix).T
         start += size
     return (np.maximum(out, 0) ** 2, 3 * scale**2) if activation else (out, scale)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_batches_of_tiles_as_a_gpu_takes_them(format):
+    (n, k), sizes = (144, 160), (7, 0, 50, 3)
+    q, lhs, dout = matrices(format, len(sizes), n, k), draw(1, sum(sizes) + 5, k), draw(2, sum(sizes) + 5, n)
+
+    def both(lhs, dout, tile):
+        run = functools.partial(grouped_matmul, rhs=q, group_sizes=jnp.array(sizes), implementation="xla", tile=tile)
+        out, pull = jax.vjp(run, lhs)
+        return out, *pull(dout)
+
+    batches = jax.jit(both, static_argnames="tile")(lhs, dout, tile=Tile(rows=8, columns=64, batch=4))
+    for got, rows, wide in zip(batches, (lhs, dout), (to_float64(q), to_float64(q).swapaxes(1, 2)), strict=True):
+        wanted, scale = by_hand(np.asarray(rows, np.float64), wide, sizes)
+        assert (
+            np.abs(np.asarray(got, np.float64) - wanted) <= bound(jnp.float32, rows.shape[1] + 2, 1.0) * scale
+        ).all()
 
 
 @pytest.mark.parametrize("implementation", RUN)
