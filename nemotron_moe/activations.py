@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from nemotron_moe.kernels import quantize
 from nemotron_moe.weights import MoEWeights
-from pallas_kernels.formats import Fp8Array, Nvfp4Array, Quantised, quantize
+from pallas_kernels.formats import Fp8Array, Nvfp4Array, Quantised
 
 # The kind of weights whose activations a mode quantises, and whether with the scale that the checkpoint gives, or with
 # one that each token's largest magnitude sets.

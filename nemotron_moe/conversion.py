@@ -6,9 +6,9 @@ from collections.abc import Mapping
 import jax
 from jax import lax
 
-from nemotron_moe.kernels import implementations
+from nemotron_moe.kernels import implementations, quantize
 from nemotron_moe.weights import PLAIN, MoEWeights
-from pallas_kernels.formats import FORMATS, Quantised, quantize
+from pallas_kernels.formats import FORMATS, Quantised
 
 
 def quantize_weights(weights: MoEWeights, formats: Mapping[str, str]) -> MoEWeights:

@@ -1,5 +1,6 @@
 """The one door to the operations of `pallas_kernels`: which of them the layer computes with."""
 
+from pallas_kernels.formats import quantize
 from pallas_kernels.group_places import group_places
 from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, Pieces, cut_for_kernels, grouped_matmul
 from pallas_kernels.grouped_matmul import preferred_alignment as row_alignment
@@ -15,6 +16,7 @@ __all__ = [
     "group_places",
     "grouped_matmul",
     "implementations",
+    "quantize",
     "row_alignment",
     "scatter_rows",
     "steps_around",

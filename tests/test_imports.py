@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,9 @@ def test_dependencies_point_from_checkpoints_to_the_layer_to_the_kernels():
     kernels = {name for name in FILES if packages(name, but="pallas_kernels.formats") & {"pallas_kernels"}}
     own = {name for name in kernels if name.startswith("nemotron_moe/")}
     assert own - BENCHMARKS <= MAY_NAME_KERNELS and "nemotron_moe/kernels.py" in own
+    quantizing = {name for name, path in FILES.items() if re.search(r"formats import .*\bquantize\b", path.read_text())}
+    lazy = {"nemotron_moe/__init__.py"}
+    assert {name for name in quantizing if name.startswith("nemotron_moe/")} - lazy <= MAY_NAME_KERNELS
 
 
 def test_our_files_import_nothing_that_is_not_a_dependency():
