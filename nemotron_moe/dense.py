@@ -36,9 +36,9 @@ def linear(
 ) -> jax.Array:
     """x [..., in] times weight [out, in] transposed -> [..., out] in `out_dtype` (None: x's).
 
-    The weight is brought to x's dtype, as a whole where it is quantised; the sum is float32 (float32 operands multiply at the highest precision), and so
-    are a quantised weight's scale, where it is constant along `in`, and the activation: None or "relu2", max(v, 0)^2.
-    `quantize_activations` is that of `moe_block`.
+    The weight is brought to x's dtype, as a whole where it is quantised; the sum is float32 (float32 operands multiply
+    at the highest precision), and so are a quantised weight's scale, where it is constant along `in`, and the
+    activation: None or "relu2", max(v, 0)^2. `quantize_activations` is that of `moe_block`.
 
     Raises:
       ValueError: on shapes or dtypes that do not fit, or an unknown activation.
