@@ -83,7 +83,10 @@ def resolve(tensors: Mapping[str, TensorInfo], weight: str, shape: tuple[int, ..
             return _fp8(tensors, module, shape)
         if len(shape) == 2 and dtype == "U8" and _is_nvfp4(tensors, module, "weight_scale_2"):
             return _nvfp4(tensors, module, shape, "ModelOpt", ("weight", "weight_scale_2", "input_scale"))
-        raise _unread(weight, f"of dtype {dtype}" + (", for all experts at once" if len(shape) == 3 else ""))
+        more = ", for all experts at once" if len(shape) == 3 else ""
+        if dtype == "U8" and tensors[weight].shape == (*shape[:-1], shape[-1] // 2):
+            more = f" without the scales of NVFP4 ({module}.weight_scale in F8_E4M3, {module}.weight_scale_2 in F32)"
+        raise _unread(weight, f"of dtype {dtype}{more}")
     if packed in tensors and len(shape) == 2:
         if tensors[packed].dtype == "U8" and _is_nvfp4(tensors, module, "weight_global_scale"):
             names = ("weight_packed", "weight_global_scale", "input_global_scale")

@@ -62,7 +62,7 @@ def load_layer(
 
     Raises:
       CheckpointError: (a ValueError) if files are missing, damaged or contradict each other, a number format is not
-        known, or a scale is NaN, infinite, zero or negative.
+        known, an FP8 number is NaN, or a scale is NaN, infinite, zero or negative.
       ValueError: if config.json does not have that MoE layer, or an argument is wrong.
     """
     (loaded,) = load_layers(path, [layer], dtype=dtype, mesh=mesh, rules=rules, progress=progress).values()

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import ml_dtypes
 import numpy as np
 
 from checkpoints.errors import CheckpointError, shown
@@ -83,8 +84,8 @@ def read_slices(
       report: called after each read with its number of bytes.
 
     Raises:
-      CheckpointError: if a file became shorter meanwhile, holds a value that overflows the dtype, or a scale that is
-        NaN, infinite, zero or negative.
+      CheckpointError: if a file became shorter meanwhile, holds a value that overflows the dtype, an FP8 number that
+        is NaN, or a scale that is NaN, infinite, zero or negative.
     """
     arrays = {
         (leaf, part): _empty(tuple(stop - start for start, stop in part), dtypes[leaf])
@@ -107,6 +108,8 @@ def read_slices(
                 _convert(values[:, *columns] if shape else values, target, source.name)
         if source.scale:
             _check_scales(values, source, start)
+        elif values.dtype == ml_dtypes.float8_e4m3fn:
+            _check_codes(values, source, start)
         report(read.nbytes)
     return arrays
 
@@ -132,12 +135,28 @@ def _check_scales(values: np.ndarray, source: Source, first_row: int) -> None:
     if not bad.any():
         return
     first = int(np.argmax(bad))
-    number, row = values.reshape(-1)[first], math.prod(source.info.shape[1:])
-    place = np.unravel_index(first_row * row + first, source.file.tensors[source.name].shape)
     raise CheckpointError(
-        f"{shown(source.name)} has the scale {float(number)} at {[int(index) for index in place]}, in "
-        f"{shown(source.file.path)}; wanted a finite positive number: the file is damaged, or was quantised wrongly."
+        f"{shown(source.name)} has the scale {float(values.reshape(-1)[first])} at {_place(source, first_row, first)}, "
+        f"in {shown(source.file.path)}; wanted a finite positive number: the file is damaged, or was quantised wrongly."
     )
+
+
+def _check_codes(values: np.ndarray, source: Source, first_row: int) -> None:
+    """Raises if one of the e4m3 numbers is NaN; `values` are the rows of `source` from `first_row` on."""
+    codes = values.view(np.uint8) << 1  # without the sign, which leaves NaN the largest
+    if codes.size and codes.max() == 0xFE:
+        bad = (codes == 0xFE).reshape(-1)
+        raise CheckpointError(
+            f"{shown(source.name)} is NaN at {_place(source, first_row, int(np.argmax(bad)))} and {int(bad.sum()) - 1} "
+            f"more places, in {shown(source.file.path)}; wanted numbers: the file is damaged, or was quantised wrongly."
+        )
+
+
+def _place(source: Source, first_row: int, number: int) -> list[int]:
+    """Where in the file's tensor the `number`-th value is of those from `first_row` on."""
+    row = math.prod(source.info.shape[1:])
+    place = np.unravel_index(first_row * row + number, source.file.tensors[source.name].shape)
+    return [int(index) for index in place]
 
 
 def _convert(values: np.ndarray, target: np.ndarray, name: str) -> None:

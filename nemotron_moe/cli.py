@@ -195,10 +195,12 @@ def _check(options: argparse.Namespace) -> int:
     if options.sibling and not options.report:
         raise ValueError("--sibling wants --report FILE, where the errors are written.")
     _refuse_early(options.path, options.layer)
+    if options.report:
+        from nemotron_moe.layer_report import check_arguments, write_report
+
+        check_arguments(options.report, options.layer, options.sibling)
     weights, config = nm.load_layer(options.path, options.layer)
     if options.report:
-        from nemotron_moe.layer_report import write_report
-
         write_report(options.report, options.path, options.layer, weights, config, sibling=options.sibling)
     report = nm.self_check(weights, config, dtype=options.dtype)
     output.show(

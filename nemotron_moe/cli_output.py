@@ -33,7 +33,7 @@ class Output:
 def show(output: Output, *, as_json: bool) -> None:
     """Writes to stdout."""
     if as_json:
-        print(json.dumps(_jsonable(output.data), indent=2, allow_nan=False))
+        print(json.dumps(jsonable(output.data), indent=2, allow_nan=False))
         return
     # Names come from files: nothing in them is markup. Nothing here is wider than 80 columns but paths and messages.
     console = Console(markup=False, highlight=False, emoji=False)
@@ -253,12 +253,12 @@ def _table(*headings: str) -> Table:
     return table
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
+    """The value with texts as keys, and None for numbers that JSON has not."""
     if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
+        return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
+        return [jsonable(item) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    # JSON has no NaN and no infinity.
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 import nemotron_moe as nm
+from nemotron_moe.cli_output import jsonable
 from pallas_kernels.formats import Quantised
 
 
@@ -29,12 +30,30 @@ def write_report(
       OSError: if the file cannot be written.
     """
     file = Path(file)
+    report = layer_report(path, layer, weights, config, sibling=sibling)
+    text = json.dumps(jsonable(report), indent=2, allow_nan=False)
+    unfinished = file.with_name(f"{file.name}.unfinished")
+    try:
+        unfinished.write_text(text + "\n")
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def check_arguments(file: str | os.PathLike[str], layer: int | str, sibling: str | None) -> None:
+    """What `write_report` would find out late, before anything large is read.
+
+    Raises:
+      ValueError: if `file` cannot be one, or the sibling is quantised itself.
+    """
+    file = Path(file)
+    if file.is_dir():
+        raise ValueError(f"--report is {file}, a folder; wanted the name of a file in it.")
     if not file.absolute().parent.is_dir():
         raise ValueError(f"--report wants to write {file}, but there is no folder {file.absolute().parent}.")
-    text = json.dumps(layer_report(path, layer, weights, config, sibling=sibling), indent=2)
-    unfinished = file.with_name(f"{file.name}.unfinished")
-    unfinished.write_text(text + "\n")
-    unfinished.replace(file)
+    formats = {} if sibling is None else nm.layer_formats(sibling, layer)
+    if quantised := [name for name, stored in formats.items() if stored.format is not None]:
+        raise ValueError(f"{sibling} is quantised itself ({', '.join(quantised)}); wanted the BF16 release.")
 
 
 def layer_report(
@@ -54,7 +73,7 @@ def layer_report(
       agrees, and `error` (see `QuantisationError`), null without a sibling. `accuracy` is `nemotron_moe.accuracy`'s.
 
     Raises:
-      ValueError: if the sibling is another model's, or quantised itself.
+      ValueError: if the sibling is another model's.
     """
     originals = {} if sibling is None else _originals(sibling, layer, config)
     formats = nm.layer_formats(path, layer)
@@ -72,8 +91,6 @@ def _originals(sibling: str, layer: int | str, config: nm.MoEConfig) -> dict[str
     weights, its_config = nm.load_layer(sibling, layer)
     if its_config != config:
         raise ValueError(f"{sibling} has {its_config} as layer {layer}, but the checkpoint has {config}.")
-    if quantised := [name for name, leaf in weights.items().items() if isinstance(leaf, Quantised)]:
-        raise ValueError(f"{sibling} is quantised itself ({', '.join(quantised)}); wanted the BF16 release.")
     return weights.items()
 
 

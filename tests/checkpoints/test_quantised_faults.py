@@ -83,6 +83,26 @@ def test_bytes_that_are_no_positive_e4m3_are_found_and_the_extremes_are_not_P5(t
     assert "at [7, 2]" in message
 
 
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_channel", "fp8_block"])
+def test_fp8_numbers_that_are_nan_are_found_P5(tmp_path, scheme, byte):
+    tensors = quantised(scheme)
+    codes = tensors[f"{UP}weight"].view(np.uint8)
+    codes[5, 7] = codes[79, 63] = byte
+    assert f"{UP}weight is NaN at [5, 7] and 1 more places" in refusal(tmp_path, tensors)
+    codes[5, 7] = codes[79, 63] = byte - 1  # the largest number
+    load_layer(written(tmp_path, tensors, CONFIG), 1)
+
+
+def test_nvfp4_without_both_scales_is_told_what_is_missing(tmp_path):
+    tensors = quantised("nvfp4")
+    del tensors[f"{UP}weight_scale"], tensors[f"{UP}weight_scale_2"]
+    message = refusal(tmp_path, tensors)
+    assert (
+        f"{UP}weight is of dtype U8 without the scales of NVFP4 ({UP}weight_scale in F8_E4M3, {UP}weight_sc" in message
+    )
+
+
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_the_place_of_a_bad_scale_is_that_in_the_file(tmp_path, dtype):
     config = CONFIG | {"moe_shared_expert_intermediate_size": 300}

@@ -80,6 +80,25 @@ def test_the_report_says_how_each_weight_is_stored(quick, tmp_path, capsys):
     assert list(tmp_path.iterdir()) != [] and not list(tmp_path.glob("*.unfinished"))
 
 
+def test_what_json_has_no_number_for_is_null(monkeypatch, tmp_path):
+    from nemotron_moe import layer_report
+
+    report = {"relative": float("inf"), "least": [float("nan"), 1.0]}
+    monkeypatch.setattr(layer_report, "layer_report", lambda *args, **kwargs: report)
+    layer_report.write_report(tmp_path / "out.json", "path", 1, None, None)
+    assert json.loads((tmp_path / "out.json").read_text()) == {"relative": None, "least": [None, 1.0]}
+
+
+def test_nothing_is_left_of_a_report_that_cannot_be_written(monkeypatch, tmp_path):
+    from nemotron_moe import layer_report
+
+    monkeypatch.setattr(layer_report, "layer_report", lambda *args, **kwargs: {})
+    (tmp_path / "out.json").mkdir()
+    with pytest.raises(OSError):
+        layer_report.write_report(tmp_path / "out.json", "path", 1, None, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
 def test_an_error_against_the_sibling_is_seen(quick, tmp_path):
     """The sibling's projections are doubled, so each quantised one is half of its: an error of one half, no angle."""
     from nemotron_moe.layer_report import layer_report
@@ -97,6 +116,7 @@ def test_what_is_wrong_is_told_before_anything_is_written(tmp_path, capsys):
     for arguments, message in (
         (["--sibling", folder], "--sibling wants --report FILE"),
         (["--report", str(tmp_path / "no" / "out.json")], "there is no folder"),
+        (["--report", str(tmp_path)], "a folder; wanted the name of a file in it"),
         (["--report", str(tmp_path / "out.json"), "--sibling", folder], "is quantised itself"),
         (["--report", str(tmp_path / "out.json"), "--sibling", str(fixtures_io.FIXTURES / "bf16_latent")], "layer"),
     ):
