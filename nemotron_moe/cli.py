@@ -202,9 +202,11 @@ def _check(options: argparse.Namespace) -> int:
     weights, config = nm.load_layer(options.path, options.layer)
     if options.report:
         write_report(options.report, options.path, options.layer, weights, config, sibling=options.sibling)
+    stored = nm.layer_formats(options.path, options.layer)
     report = nm.self_check(weights, config, dtype=options.dtype)
     output.show(
-        output.check_report(options.path, options.layer, options.dtype, config, weights, report), as_json=options.json
+        output.check_report(options.path, options.layer, options.dtype, config, weights, stored, report),
+        as_json=options.json,
     )
     return EXIT_OK if report.passed else EXIT_FAILED
 

@@ -127,9 +127,17 @@ def demo_report(report: DemoReport) -> Output:
 
 
 def check_report(
-    path: str, name: int | str, dtype: str, config: nm.MoEConfig, weights: nm.MoEWeights, report: CheckReport
+    path: str,
+    name: int | str,
+    dtype: str,
+    config: nm.MoEConfig,
+    weights: nm.MoEWeights,
+    stored: Mapping[str, nm.FieldFormat],
+    report: CheckReport,
 ) -> Output:
-    """A layer against the oracle."""
+    """A layer against the oracle; `stored` is how its file has it."""
+    gate = stored["gate"]
+    dequantised = f"The router is {gate.published} in the file; it was dequantised to float32." if gate.format else None
     data = {
         "passed": report.passed,
         "checkpoint": path,
@@ -138,11 +146,13 @@ def check_report(
         "device": device_name(),
         "config": dataclasses.asdict(config),
         "weights": _weights_data(weights),
+        "stored": {field: one.published for field, one in stored.items()},
         **dataclasses.asdict(report),
     }
     parts = [
         *_title(name, path, device_name()),
         *(_heading("Configuration"), *_config(config), *_weights(weights)),
+        *filter(None, [dequantised]),
         *(_heading("Correctness"), _errors([(dtype, row) for row in against_oracle(report)])),
         *_same_experts(report, sum(report.load) // config.num_experts_per_tok),
         *(*_load(report.load), "", _verdict(report.passed)),

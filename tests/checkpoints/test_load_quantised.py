@@ -24,6 +24,7 @@ from fixtures_io import (
 )
 
 from checkpoints import layer_formats, load_layer
+from nemotron_moe.cli import main
 from nemotron_moe.weights import abstract_weights, dequantized
 from pallas_kernels.formats import Quantised
 
@@ -332,7 +333,7 @@ def test_any_multiple_of_16_keeps_the_scales_of_later_experts_in_place_R34(tmp_p
         np.testing.assert_allclose(last[expert], wanted * tensors[f"{module}.weight_scale_2"], rtol=1e-6)
 
 
-def test_a_quantised_gate_becomes_float32_and_is_told(tmp_path):
+def test_a_quantised_gate_becomes_float32_and_is_told(tmp_path, capsys):
     config, gate = CONFIG, f"{P}mixer.gate"
     tensors = layer_tensors(P, config)
     tensors.pop(f"{gate}.weight")
@@ -345,6 +346,9 @@ def test_a_quantised_gate_becomes_float32_and_is_told(tmp_path):
         assert_same_bits(weights.gate, np.repeat(2.0 ** np.arange(4, dtype=np.float32), 64).reshape(4, 64))
         assert weights.gate_bias.dtype == jnp.float32
     assert layer_formats(folder, 1)["gate"].published == "FP8 per channel"
+    assert main(["check", str(folder), "--layer", "1", "--report", str(tmp_path / "out.json")]) == 0
+    assert "The router is FP8 per channel in the file; it was dequantised to float32." in capsys.readouterr().out
+    assert json.loads((tmp_path / "out.json").read_text())["tensors"]["gate"]["dequantised"]
 
 
 def test_side_tensors_are_consumed_or_ignored_R26(tmp_path):
