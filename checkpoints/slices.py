@@ -10,6 +10,8 @@ import numpy as np
 from checkpoints.errors import CheckpointError, shown
 from checkpoints.safetensors_file import SafetensorsFile, TensorInfo
 
+# Between these, products of every code of every format with its scales are exact in float32, 1 / scale too.
+LEAST_SCALE, LARGEST_SCALE = 2.0**-116, 2.0**116
 # The (start, stop) of each axis.
 Bounds = tuple[tuple[int, int], ...]
 
@@ -125,19 +127,24 @@ def _target(array: np.ndarray, source: Source, part: Bounds) -> np.ndarray:
 
 
 def _check_scales(values: np.ndarray, source: Source, first_row: int) -> None:
-    """Raises unless all are finite and positive; `values` are the rows of `source` from `first_row` on."""
+    """Raises unless all are positive and no product with codes overflows or is subnormal.
+
+    `values` are the rows of `source` from `first_row` on.
+    """
     if values.dtype.itemsize == 1:
         # Of the e4m3 bytes 1 to 0x7E are; 0 is zero, 0x7F is NaN, and the upper half is negative.
         bad = values.view(np.uint8) - np.uint8(1) > 0x7D
     else:
         wide = values.astype(np.float32)
-        bad = ~(np.isfinite(wide) & (wide > 0))
+        bad = ~((wide >= LEAST_SCALE) & (wide <= LARGEST_SCALE))
     if not bad.any():
         return
     first = int(np.argmax(bad))
     raise CheckpointError(
         f"{shown(source.name)} has the scale {float(values.reshape(-1)[first])} at {_place(source, first_row, first)}, "
-        f"in {shown(source.file.path)}; wanted a finite positive number: the file is damaged, or was quantised wrongly."
+        f"in {shown(source.file.path)}; wanted a finite positive number"
+        + (", from 2^-116 to 2^116" if values.dtype.itemsize > 1 else "")
+        + ": the file is damaged, or was quantised wrongly."
     )
 
 

@@ -83,6 +83,21 @@ def test_bytes_that_are_no_positive_e4m3_are_found_and_the_extremes_are_not_P5(t
     assert "at [7, 2]" in message
 
 
+@pytest.mark.parametrize(
+    "scheme, name", [case for case in SCALES if case[0][:5] != "nvfp4" or case[1] != "weight_scale"]
+)
+def test_scales_with_which_codes_would_be_lost_are_refused_P5(tmp_path, scheme, name):
+    tensors = quantised(scheme)
+    for factor, accepted in ((1.0, True), (1.01, False)):
+        for value in (2.0**-116 / factor, 2.0**116 * factor):
+            tensors[UP + name] = np.full_like(tensors[UP + name], value)
+            if accepted:
+                load_layer(written(tmp_path, tensors, CONFIG), 1)
+            else:
+                assert f"{UP}{name} has the scale" in (message := refusal(tmp_path, tensors))
+                assert "wanted a finite positive number, from 2^-116 to 2^116" in message
+
+
 @pytest.mark.parametrize("byte", [0x7F, 0xFF])
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_channel", "fp8_block"])
 def test_fp8_numbers_that_are_nan_are_found_P5(tmp_path, scheme, byte):
