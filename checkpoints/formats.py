@@ -28,7 +28,8 @@ class Piece:
       shape: what it is read as.
       shapes, dtypes: what it may be in the file, where any of the shapes means the same elements in the same order.
       scale: whether its numbers are scales, which must be finite and positive.
-      hint: what else to say of a tensor with another shape.
+      hint: what else to say of a tensor with another shape. Scales that were swizzled without padding keep their shape,
+        and nothing in the file tells that they were.
     """
 
     shape: tuple[int, ...]
