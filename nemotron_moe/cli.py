@@ -194,11 +194,13 @@ def _check(options: argparse.Namespace) -> int:
 
     if options.sibling and not options.report:
         raise ValueError("--sibling wants --report FILE, where the errors are written.")
-    _refuse_early(options.path, options.layer)
+    config = _refuse_early(options.path, options.layer)
     if options.report:
-        from nemotron_moe.layer_report import check_arguments, write_report
+        from nemotron_moe.layer_report import check_arguments, check_sizes, write_report
 
         check_arguments(options.report, options.layer, options.sibling)
+        if options.sibling and config and (other := _refuse_early(options.sibling, options.layer)):
+            check_sizes(options.sibling, options.layer, other, config)
     weights, config = nm.load_layer(options.path, options.layer)
     if options.report:
         write_report(options.report, options.path, options.layer, weights, config, sibling=options.sibling)
@@ -259,15 +261,14 @@ def _pick(layers: MoELayers, layer: int | str) -> nm.MoEConfig:
         raise
 
 
-def _refuse_early(path: str, layer: int | str) -> None:
+def _refuse_early(path: str, layer: int | str) -> nm.MoEConfig | None:
     """Says what is wrong with a layer in the same words as `info`, where there is a config.json to tell."""
     from checkpoints.directory import resolve
 
     if not os.path.exists(path) and preset(path):
         raise ValueError(f"{path} is a preset, which has no weights; pass the folder of a downloaded checkpoint.")
     folder = resolve(path, layer)
-    if (folder / "config.json").exists():
-        _pick(moe_layers_from_hf(folder), layer)
+    return _pick(moe_layers_from_hf(folder), layer) if (folder / "config.json").exists() else None
 
 
 def _layer(text: str) -> int | str:

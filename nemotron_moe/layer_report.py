@@ -87,10 +87,18 @@ def layer_report(
     }
 
 
+def check_sizes(sibling: str, layer: int | str, its_config: nm.MoEConfig, config: nm.MoEConfig) -> None:
+    """Raises ValueError, with the settings that differ, unless the sibling's layer is of the same sizes."""
+    seen, wanted = dataclasses.asdict(its_config), dataclasses.asdict(config)
+    if differ := [f"{name} {seen[name]}, not {wanted[name]}" for name in seen if seen[name] != wanted[name]]:
+        raise ValueError(
+            f"{sibling} has another layer {layer} than the checkpoint: {', '.join(differ)}; wanted the same model."
+        )
+
+
 def _originals(sibling: str, layer: int | str, config: nm.MoEConfig) -> dict[str, Any]:
     weights, its_config = nm.load_layer(sibling, layer)
-    if its_config != config:
-        raise ValueError(f"{sibling} has {its_config} as layer {layer}, but the checkpoint has {config}.")
+    check_sizes(sibling, layer, its_config, config)
     return weights.items()
 
 

@@ -110,7 +110,13 @@ def test_an_error_against_the_sibling_is_seen(quick, tmp_path):
     np.testing.assert_allclose([error["relative"], error["cosine"], error["shrinkage"]], [0.5, 1.0, -0.5], rtol=2**-8)
 
 
-def test_what_is_wrong_is_told_before_anything_is_written(tmp_path, capsys):
+def test_what_is_wrong_is_told_before_anything_is_loaded_or_written(monkeypatch, tmp_path_factory, tmp_path, capsys):
+    other = tmp_path_factory.mktemp("other")
+    published = json.loads((fixtures_io.FIXTURES / NAME / "config.json").read_text()) | {"routed_scaling_factor": 2.5}
+    published.pop("quantization_config", None)
+    sibling = sibling_of(fixtures_io.FIXTURES / NAME, other)
+    (sibling / "config.json").write_text(json.dumps(published))
+    monkeypatch.setattr(nm, "load_layer", lambda *args: pytest.fail("it was loaded"), raising=False)
     folder = str(fixtures_io.FIXTURES / NAME)
     check = ["check", folder, "--layer", str(LAYER)]
     for arguments, message in (
@@ -119,6 +125,7 @@ def test_what_is_wrong_is_told_before_anything_is_written(tmp_path, capsys):
         (["--report", str(tmp_path)], "a folder; wanted the name of a file in it"),
         (["--report", str(tmp_path / "out.json"), "--sibling", folder], "is quantised itself"),
         (["--report", str(tmp_path / "out.json"), "--sibling", str(fixtures_io.FIXTURES / "bf16_latent")], "layer"),
+        (["--report", str(tmp_path / "out.json"), "--sibling", str(sibling)], "routed_scaling_factor 2.5, not 5.0"),
     ):
         assert main(check + arguments) == 2
         assert message in capsys.readouterr().err
