@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,9 @@ def layer_report(
       {checkpoint, layer, sibling, config, tensors, accuracy}. `tensors` has for each field its published format, ours,
       whether it was dequantised as it was loaded, shape, bytes, parts, the range of each scale, the scales' tensors in
       the files (of the first expert), the experts without an input scale, what the configs declare, whether that
-      agrees, and `error` (see `QuantisationError`), null without a sibling. `accuracy` is `nemotron_moe.accuracy`'s.
+      agrees, `error` (see `QuantisationError`), null without a sibling, and `experts`. Of routed experts, `error` is
+      that of the worst, whose number is beside it, and `experts` has by expert the relative errors and the ranges of
+      the scales. `accuracy` is `nemotron_moe.accuracy`'s.
 
     Raises:
       ValueError: if the sibling is another model's.
@@ -105,6 +108,8 @@ def _originals(sibling: str, layer: int | str, config: nm.MoEConfig) -> dict[str
 def _tensor(leaf: Any, stored: nm.FieldFormat, original: Any) -> dict[str, Any]:
     is_quantised = isinstance(leaf, Quantised)
     parts = {name: getattr(leaf, name) for name in leaf.parts()} if is_quantised else {"values": leaf}
+    scales = {name: _ranges(part, leaf) for name, part in parts.items() if name.endswith("scale")}
+    errors = None if original is None else _errors(leaf, original)
     return {
         "published": stored.published,
         "format": leaf.format if is_quantised else str(leaf.dtype),
@@ -112,21 +117,32 @@ def _tensor(leaf: Any, stored: nm.FieldFormat, original: Any) -> dict[str, Any]:
         "shape": list(leaf.shape),
         "bytes": leaf.nbytes,
         "parts": {name: f"{part.dtype}{list(part.shape)}" for name, part in parts.items()},
-        "scales": {name: _range(part) for name, part in parts.items() if name.endswith("scale")},
+        "scales": {name: {"least": min(one["least"]), "largest": max(one["largest"])} for name, one in scales.items()},
         "files": {name: f"{dtype}{list(shape)}" for name, (dtype, shape) in stored.scales.items()},
         "uncalibrated": list(leaf.uncalibrated) if is_quantised else [],
         "declared": stored.declared,
         "agrees": stored.agrees,
-        "error": None if original is None else _error(leaf, original),
+        "error": None if errors is None else _worst(errors),
+        "experts": {"relative": errors and [one.relative for one in errors], "scales": scales}
+        if leaf.ndim == 3
+        else None,
     }
 
 
-def _range(scale: jax.Array) -> dict[str, float]:
-    numbers = np.asarray(scale).astype(np.float32)
-    return {"least": float(numbers.min()), "largest": float(numbers.max())}
+def _ranges(scale: jax.Array, leaf: Quantised) -> dict[str, list[float]]:
+    """The range of a scale in each of the leaf's matrices."""
+    numbers = np.asarray(scale).astype(np.float32).reshape(math.prod(leaf.shape[:-2]), -1)
+    return {"least": numbers.min(1).tolist(), "largest": numbers.max(1).tolist()}
 
 
-def _error(leaf: Any, original: Any) -> dict[str, float]:
-    if leaf.ndim == 1:  # a vector is a matrix of one row
-        leaf, original = leaf[None], original[None]
-    return dataclasses.asdict(nm.quantisation_error(leaf, original))
+def _errors(leaf: Any, original: Any) -> list[nm.QuantisationError]:
+    """Of each of the leaf's matrices; a vector is a matrix of one row."""
+    if leaf.ndim < 3:
+        leaf, original = (leaf, original) if leaf.ndim == 2 else (leaf[None], original[None])
+        return [nm.quantisation_error(leaf, original)]
+    return [nm.quantisation_error(leaf[expert], original[expert]) for expert in range(leaf.shape[0])]
+
+
+def _worst(errors: list[nm.QuantisationError]) -> dict[str, Any]:
+    number = int(np.argmax([one.relative for one in errors]))  # NaN is the largest
+    return {"expert": number if len(errors) > 1 else None, **dataclasses.asdict(errors[number])}

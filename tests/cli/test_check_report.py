@@ -1,6 +1,7 @@
 """`nemotron-moe check --report`: what it writes of a layer's weights."""
 
 import json
+import shutil
 
 import fixtures_io
 import ml_dtypes
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import nemotron_moe as nm
+from checkpoints.safetensors_file import SafetensorsFile
 from nemotron_moe.cli import main
 
 NAME, LAYER = "mixed_modelopt_latent", 1
@@ -108,6 +110,34 @@ def test_an_error_against_the_sibling_is_seen(quick, tmp_path):
     report = layer_report(str(folder), LAYER, weights, config, sibling=str(sibling_of(folder, tmp_path, 2.0)))
     error = report["tensors"]["experts_down_proj"]["error"]
     np.testing.assert_allclose([error["relative"], error["cosine"], error["shrinkage"]], [0.5, 1.0, -0.5], rtol=2**-8)
+
+
+def test_one_damaged_expert_of_many_is_named(quick, tmp_path):
+    """One scale of expert 11 is doubled in a copy; the other experts are as the sibling has them, but for rounding."""
+    from nemotron_moe.layer_report import layer_report
+
+    folder, damaged, worst = fixtures_io.FIXTURES / NAME, tmp_path / "damaged", 11
+    shutil.copytree(folder, damaged)
+    name = f"backbone.layers.{LAYER}.mixer.experts.{worst}.up_proj.weight_scale_2"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    shard = damaged / index[name]
+    with SafetensorsFile(shard) as file:
+        tensors = {key: file.read(key) for key in file.tensors}
+    shard.unlink()
+    fixtures_io.write_safetensors(shard, {**tensors, name: 2 * tensors[name]})
+    weights, config = nm.load_layer(damaged, LAYER)
+    report = layer_report(str(damaged), LAYER, weights, config, sibling=str(sibling_of(folder, tmp_path)))
+    up, down = (report["tensors"][f"experts_{one}_proj"] for one in ("up", "down"))
+    eps = float(ml_dtypes.finfo(ml_dtypes.bfloat16).eps)
+    assert up["error"]["expert"] == worst and len(up["experts"]["relative"]) == config.n_routed_experts
+    assert [number for number, error in enumerate(up["experts"]["relative"]) if error > eps] == [worst]
+    assert up["error"]["relative"] == up["experts"]["relative"][worst] == pytest.approx(1.0, rel=eps)
+    assert max(down["experts"]["relative"]) == down["error"]["relative"] <= eps
+    scale = up["experts"]["scales"]["global_scale"]
+    assert scale["least"] == scale["largest"] == np.asarray(weights.experts_up_proj.global_scale).tolist()
+    inner = np.asarray(weights.experts_up_proj.scale[worst]).astype(np.float32)
+    assert up["experts"]["scales"]["scale"]["largest"][worst] == inner.max()
+    assert report["tensors"]["gate"]["experts"] is report["tensors"]["gate"]["error"]["expert"] is None
 
 
 def test_what_is_wrong_is_told_before_anything_is_loaded_or_written(monkeypatch, tmp_path_factory, tmp_path, capsys):
