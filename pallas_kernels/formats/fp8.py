@@ -22,6 +22,9 @@ SHARED: dict[str, tuple[int | None, int | None]] = {
 class Fp8Array(Quantised):
     """An array [*lead, N, K] of values * scale.
 
+    With scales from 2^-117 to 2^119 every product but 0 is a normal float32, from which `quantize` finds the code
+    again. Outside of that products become 0, lose bits or are infinite. The loader takes scales from 2^-116 to 2^116.
+
     Attributes:
       values: [*lead, N, K] float8_e4m3fn.
       scale: float32, or bfloat16 where a file has it so: [*lead], [*lead, N] or, the last blocks partial,

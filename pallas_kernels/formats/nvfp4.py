@@ -18,6 +18,9 @@ LARGEST = 6.0  # of the e2m1 numbers, which are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and t
 class Nvfp4Array(Quantised):
     """An array [*lead, N, K] of e2m1 * scale * global_scale; K is a multiple of 16.
 
+    With global scales from 2^-116 to 2^116 every product but 0 is a normal float32, from which `quantize` finds the
+    code again. Outside of that products become 0, lose bits or are infinite, and the loader refuses such scales.
+
     Attributes:
       packed: [*lead, N, K / 2] uint8: column 2 j in the low four bits of byte j, column 2 j + 1 in the high ones; of
         the four the highest is the sign.

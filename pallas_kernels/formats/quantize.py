@@ -63,7 +63,7 @@ def quantize(
         to be taken from x. "fp8_block" has none.
       scales_of: an array of x's shape whose format and scales are used instead. `quantize(q.dequantize(),
         scales_of=q)` is q, bit for bit, -0 included, where every product of codes and scales, but 0, is a normal
-        float32: with global scales from 2^-116 to 2^116, and FP8 scales from 2^-117 to 2^119.
+        float32: with global scales from 2^-116 to 2^116, and FP8 scales from 2^-117 to 2^119. Others lose codes.
 
     Returns:
       An `Fp8Array` or `Nvfp4Array`.
