@@ -9,7 +9,7 @@ import numpy as np
 from checkpoints.declared import Declared
 from checkpoints.directory import Checkpoint
 from checkpoints.errors import CheckpointError, listed, shown
-from checkpoints.formats import UNQUANTISED, Piece, Stored, family, resolve
+from checkpoints.formats import UNQUANTISED, Piece, Stored, resolve
 from checkpoints.names import Place, check_names, expected_places, prefix_of
 from checkpoints.safetensors_file import SafetensorsFile, TensorInfo
 from checkpoints.slices import Source
@@ -55,7 +55,7 @@ class FoundLayer:
       config: the layer's sizes.
       stored: by field of `MoEWeights`, the dtype or the abstract quantised array; `gate` may be quantised here.
       formats: the same for people.
-      sources: where the parts of the fields are.
+      sources: where the parts of the fields are, and the input scales of fields that have them for some experts only.
     """
 
     config: MoEConfig
@@ -106,7 +106,7 @@ def find_layer(checkpoint: Checkpoint, layer: int | str) -> FoundLayer:
         stored[field] = _array(own, tensors, shape, inputs=inputs)
         formats[field] = _format(own, tensors, stored[field], checkpoint.declared, inputs=inputs)
         for weight in own:
-            for part, (name, piece) in weight.pieces(inputs=inputs).items():
+            for part, (name, piece) in weight.stored.pieces.items():
                 leaf = f"{field}.{part}" if part else field
                 sources += _sources(*found[name], name, piece, leaf, weight.place.expert)
     return FoundLayer(config, stored, formats, sources)
@@ -154,7 +154,7 @@ def _described(weight: _Weight, tensors: Mapping[str, TensorInfo], *, inputs: bo
         for name, piece in weight.pieces(inputs=inputs).values()
         if piece.scale
     }
-    return " with ".join([weight.stored.published, *(f"{name} {dtype}" for name, dtype in scales.items())])
+    return " with ".join([weight.stored.published(), *(f"{name} {dtype}" for name, dtype in scales.items())])
 
 
 def _format(
@@ -165,9 +165,8 @@ def _format(
     *,
     inputs: bool,
 ) -> FieldFormat:
-    published = weights[0].stored.published
-    if published == "NVFP4 (ModelOpt)" and not any(_INPUT in weight.stored.pieces for weight in weights):
-        published = "NVFP4 (ModelOpt, weights only)"
+    first = weights[0].stored
+    calibrated = any(_INPUT in weight.stored.pieces for weight in weights)
     scales = {
         name: (tensors[name].dtype, tensors[name].shape)
         for name, piece in weights[0].pieces(inputs=inputs).values()
@@ -178,9 +177,9 @@ def _format(
         if weights[0].place.field in ("norm", "gate_bias")
         else {weight.module: declared.of(weight.module, router=weight.place.field == "gate") for weight in weights}
     )
-    others = {module: kind for module, kind in said.items() if kind not in (None, family(published))}
+    others = {module: kind for module, kind in said.items() if kind not in (None, first.family)}
     return FieldFormat(
-        published=published,
+        published=first.published(weights_only=first.family == "NVFP4" and not calibrated),
         format=stored.format if isinstance(stored, Quantised) else None,
         scales=scales,
         declared=next(iter([*others.values(), *said.values()]), None),

@@ -1,13 +1,18 @@
 """Tells from the tensors of a module in which number format its weight is stored, and which tensors make it up.
 
 The tensors decide, not the config: published configs are silent or incomplete about quantisation.
+
+Scales in a kernel's order (swizzled) are refused where padding gave them another shape. Where the shape stays, as that
+of [128, 4] or [2688, 64], no test of the tensors would be sound: a block's largest code is nearly always 6, whichever
+scale stands beside it, and any order of the scales makes a matrix. Such a file loads, as wrong numbers. Comparing it
+with an unquantised checkpoint of the same layer shows it: `nemotron-moe check --report --sibling`.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from checkpoints.errors import CheckpointError, shown
+from checkpoints.errors import CheckpointError, listed, shown
 from checkpoints.safetensors_file import TensorInfo
 from pallas_kernels.formats import Fp8Array, Nvfp4Array, Quantised
 
@@ -17,6 +22,7 @@ _READ = (
     f"{', '.join(UNQUANTISED)}, FP8 (e4m3 with a scale per tensor, channel or block of 128 x 128) and NVFP4, as Model "
     "Optimizer and compressed-tensors write them"
 )
+_FAMILIES: dict[type[Quantised], str] = {Fp8Array: "FP8", Nvfp4Array: "NVFP4"}
 _PLAIN_ROWS = "rows as they are, neither padded nor swizzled"
 
 
@@ -28,8 +34,7 @@ class Piece:
       shape: what it is read as.
       shapes, dtypes: what it may be in the file, where any of the shapes means the same elements in the same order.
       scale: whether its numbers are scales, which must be finite and positive.
-      hint: what else to say of a tensor with another shape. Scales that were swizzled without padding keep their shape,
-        and nothing in the file tells that they were.
+      hint: what else to say of a tensor with another shape.
     """
 
     shape: tuple[int, ...]
@@ -52,15 +57,27 @@ class Stored:
     """How one weight is stored.
 
     Attributes:
-      published: the format's name, such as "NVFP4 (ModelOpt)"; the dtype's where it is not quantised.
+      name: the format's, such as "NVFP4" or "FP8 per block"; the dtype's where it is not quantised.
       kind: the class and the static fields of the quantised array, or None.
       pieces: by part of the quantised array ("" if it is none), the tensor's name and what it must be. Those of scales
         that are needed are there whether the file has them or not.
+      maker: the tool whose names and conventions the tensors have, where tools differ in them.
     """
 
-    published: str
+    name: str
     kind: tuple[type[Quantised], dict[str, Any]] | None
     pieces: dict[str, tuple[str, Piece]]
+    maker: str | None = None
+
+    @property
+    def family(self) -> str:
+        """ "FP8", "NVFP4" or "unquantised", as configs declare it."""
+        return _FAMILIES[self.kind[0]] if self.kind else "unquantised"
+
+    def published(self, *, weights_only: bool = False) -> str:
+        """The name for people, such as "NVFP4 (ModelOpt, weights only)"."""
+        notes = [*([self.maker] if self.maker else []), *(["weights only"] if weights_only else [])]
+        return f"{self.name} ({', '.join(notes)})" if notes else self.name
 
 
 def resolve(tensors: Mapping[str, TensorInfo], weight: str, shape: tuple[int, ...]) -> Stored | None:
@@ -85,21 +102,14 @@ def resolve(tensors: Mapping[str, TensorInfo], weight: str, shape: tuple[int, ..
         if len(shape) == 2 and dtype == "U8" and _is_nvfp4(tensors, module, "weight_scale_2"):
             return _nvfp4(tensors, module, shape, "ModelOpt", ("weight", "weight_scale_2", "input_scale"))
         more = ", for all experts at once" if len(shape) == 3 else ""
-        if dtype == "U8" and tensors[weight].shape == (*shape[:-1], shape[-1] // 2):
-            more = f" without the scales of NVFP4 ({module}.weight_scale in F8_E4M3, {module}.weight_scale_2 in F32)"
-        raise _unread(weight, f"of dtype {dtype}{more}")
+        raise _unread(weight, f"of dtype {dtype}{more}" + _lacks_scales(tensors, weight, shape, "weight_scale_2"))
     if packed in tensors and len(shape) == 2:
         if tensors[packed].dtype == "U8" and _is_nvfp4(tensors, module, "weight_global_scale"):
             names = ("weight_packed", "weight_global_scale", "input_global_scale")
             return _nvfp4(tensors, module, shape, "compressed-tensors", names)
-        raise _unread(packed, f"of dtype {tensors[packed].dtype}, in an unknown packing (not NVFP4)")
+        lacks = _lacks_scales(tensors, packed, shape, "weight_global_scale")
+        raise _unread(packed, f"of dtype {tensors[packed].dtype}" + (lacks or ", in an unknown packing (not NVFP4)"))
     return None
-
-
-def family(published: str) -> str:
-    """ "FP8", "NVFP4" or "unquantised" of a format's published name."""
-    first = published.split()[0]
-    return first if first in ("FP8", "NVFP4") else "unquantised"
 
 
 def _fp8(tensors: Mapping[str, TensorInfo], module: str, shape: tuple[int, ...]) -> Stored:
@@ -134,6 +144,19 @@ def _is_nvfp4(tensors: Mapping[str, TensorInfo], module: str, global_scale: str)
     return f"{module}.{global_scale}" in tensors or (scale is not None and scale.dtype == "F8_E4M3")
 
 
+def _lacks_scales(tensors: Mapping[str, TensorInfo], codes: str, shape: tuple[int, ...], global_scale: str) -> str:
+    """What to say of a tensor that could be NVFP4's codes: which of their scales are missing. "" if it could not."""
+    if len(shape) != 2 or shape[1] % 16:
+        return ""
+    (n, k), module, info = shape, codes.rpartition(".")[0], tensors[codes]
+    scale = tensors.get(f"{module}.weight_scale")
+    if (info.dtype, info.shape) != ("U8", (n, k // 2)) or (scale is not None and scale.shape != (n, k // 16)):
+        return ""
+    wanted = {"weight_scale": f"F8_E4M3 {[n, k // 16]}", global_scale: "F32 []"}
+    missing = [f"{module}.{name} ({what})" for name, what in wanted.items() if f"{module}.{name}" not in tensors]
+    return f" without the scales of NVFP4, missing: {listed(missing)}"
+
+
 def _nvfp4(
     tensors: Mapping[str, TensorInfo], module: str, shape: tuple[int, ...], maker: str, names: tuple[str, str, str]
 ) -> Stored:
@@ -151,7 +174,7 @@ def _nvfp4(
     }
     if inputs in tensors:
         pieces["input_scale"] = (inputs, _scalar("F32"))
-    return Stored(f"NVFP4 ({maker})", (Nvfp4Array, {"divides": maker == "compressed-tensors"}), pieces)
+    return Stored("NVFP4", (Nvfp4Array, {"divides": maker == "compressed-tensors"}), pieces, maker)
 
 
 def _scalar(*dtypes: str) -> Piece:

@@ -62,7 +62,7 @@ def load_layer(
 
     Raises:
       CheckpointError: (a ValueError) if files are missing, damaged or contradict each other, a number format is not
-        known, an FP8 number is NaN, or a scale is NaN, infinite, zero or negative.
+        known, an FP8 number is NaN, or a scale is not from 2^-116 to 2^116, with which codes would be lost.
       ValueError: if config.json does not have that MoE layer, or an argument is wrong.
     """
     (loaded,) = load_layers(path, [layer], dtype=dtype, mesh=mesh, rules=rules, progress=progress).values()
@@ -172,6 +172,11 @@ def _plan(found: FoundLayer, dtype: DTypeLike | None, mesh: Mesh | None, rules: 
     abstract = abstract_weights(found.config, formats=formats, mesh=mesh, rules=rules)
     read = {field: _read_as(found.stored[field], leaf, field) for field, leaf in abstract.items().items()}
     wanted = {name: _wanted(leaf) for field, like in read.items() for name, leaf in _leaves(field, like).items()}
+    for field, like in read.items():
+        if isinstance(like, Quantised) and like.uncalibrated:
+            # Not kept, as some experts have none; those that are there must be sound all the same.
+            matrices = [part[:-2] for part in wanted[f"{field}.{like.codes}"]]
+            wanted[f"{field}.input_scale"] = list(dict.fromkeys(matrices))
     return _Plan(found.config, abstract, read, wanted, plan_reads(found.sources, wanted))
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 
@@ -26,7 +27,8 @@ TABLE: dict[str, tuple[str, str | None]] = {
 # Parts of a multi-token-prediction block that are not its MoE layer.
 _MTP_OWN = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.weight")
 
-# Scales of the activations around a module, for which there is no use where they are not part of its weight.
+# Scales of the activations around a module, for which there is no use where they are not part of its weight. Each is
+# one number: with one for each column, the product would be another.
 _ACTIVATION_SCALES = ("input_scale", "input_global_scale", "output_scale")
 _CACHE_SCALES = ("k_scale", "v_scale")
 
@@ -132,6 +134,11 @@ def check_names(
         for name, info, piece in there
         if info.shape not in piece.shapes
     ]
+    shapes += [
+        f"{name} {list(info.shape)} (wanted [] or [1]: one scale)"
+        for name, info in tensors.items()
+        if name not in wanted and _unused(name, modules) and math.prod(info.shape) != 1
+    ]
     dtypes = [
         f"{name} {info.dtype} (wanted {' or '.join(piece.dtypes)})"
         for name, info, piece in there
@@ -154,11 +161,13 @@ def _ignored(name: str, modules: Collection[str], lost: Collection[str]) -> bool
     if name.startswith("mtp.") and name.split(".", 3)[-1] in _MTP_OWN:
         return True
     module, _, last = name.rpartition(".")
-    return (
-        last in _CACHE_SCALES
-        or (last in _ACTIVATION_SCALES and module in modules)
-        or (last in _WEIGHT_SCALES and module in lost)
-    )
+    return last in _CACHE_SCALES or _unused(name, modules) or (last in _WEIGHT_SCALES and module in lost)
+
+
+def _unused(name: str, modules: Collection[str]) -> bool:
+    """Whether it is a scale of the activations around one of the modules, if it is no part of a weight."""
+    module, _, last = name.rpartition(".")
+    return last in _ACTIVATION_SCALES and module in modules
 
 
 def _with_suggestions(missing: list[str], surplus: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from bounds import bound
 from fixtures_io import (
     FIXTURES,
     QUANTISED,
@@ -109,7 +110,8 @@ def test_quantised_fixtures_are_the_numbers_and_the_bits_of_the_file_R02_R40(nam
             field = f"{group[-1]}_{last}" if expert else f"{number}_{last}".strip("_")
             array = numbers(fields[field]) if expert is None else numbers(fields[field])[int(expert)]
             difference = np.abs(array.astype(np.float64) - wanted)
-            assert difference.max() <= 1e-6 * np.abs(wanted).max(), key
+            # The reciprocal of a scale, and two products, on either side.
+            assert (difference <= bound(jnp.float32, 0, 1.0, roundings=6) * np.abs(wanted)).all(), key
             seen.add(field)
     quantised = {field: leaf for field, leaf in fields.items() if isinstance(leaf, Quantised)}
     assert quantised.keys() == seen
@@ -152,6 +154,22 @@ def test_formats_are_told_from_the_headers(name):
             scales = formats[field].scales
             assert (formats[field].format is None) == (not scales) == (wanted in ("BF16", "F32"))
             assert all(tensors_of(FIXTURES / name)[one].shape == shape for one, (_, shape) in scales.items())
+
+
+@pytest.mark.parametrize(
+    "scheme, input_scale, maker",
+    [("nvfp4", "input_scale", "ModelOpt"), ("nvfp4_ct", "input_global_scale", "compressed-tensors")],
+)
+def test_nvfp4_without_any_input_scale_is_for_weights_only_R40(tmp_path, scheme, input_scale, maker):
+    config = CONFIG | {"quantization_config": {"quant_algo": "NVFP4"}}
+    tensors = with_quantised(layer_tensors(P, config), scheme, "proj")
+    names = [name for name in tensors if ".experts." in name and name.endswith(f"up_proj.{input_scale}")]
+    for count, published in ((0, maker), (3, maker), (4, f"{maker}, weights only")):
+        kept = {name: array for name, array in tensors.items() if name not in names[:count]}
+        formats = layer_formats(written(tmp_path / str(count), kept, config), 1)
+        one = formats["experts_up_proj"]
+        assert (one.published, one.declared, one.agrees) == (f"NVFP4 ({published})", "NVFP4", True)
+        assert formats["experts_down_proj"].published == f"NVFP4 ({maker})"
 
 
 def test_experts_that_saw_no_token_in_calibration_load_and_are_told_R24():
@@ -286,32 +304,40 @@ def test_the_low_four_bits_come_first_R32_P5(tmp_path):
     assert not row[16:].any()
 
 
+def scales_in_blocks(expert, grid):
+    """A scale for each block of one expert; those beside it, and other experts', are others. All are exact in e4m3."""
+    row, column = np.indices(grid)
+    eighths = 8 + (row + row // 8 + column // 13 + expert) % 8
+    return eighths * 2.0 ** ((row // 8 + 3 * column + 5 * expert) % 13 - 8)
+
+
 @pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4_ct", "fp8_tensor", "fp8_channel", "fp8_block"])
 @pytest.mark.parametrize("last", ["up_proj", "down_proj"])
 def test_every_scale_of_every_expert_is_used_once(tmp_path, scheme, last):
-    """Each scale is a power of two of its own, so that the result says which one is missing or used twice."""
-    config = CONFIG | {"n_routed_experts": 8}
-    tensors, experts = with_quantised(layer_tensors(P, config), scheme), range(8)
-    for expert in experts:
+    """The codes are ones, so that the numbers are products of scales: a wrong one is another's, missing or squared."""
+    config = CONFIG | {"n_routed_experts": 8, "hidden_size": 160, "moe_intermediate_size": 272}
+    tensors = with_quantised(layer_tensors(P, config), scheme)
+    shape = (272, 160) if last == "up_proj" else (160, 272)
+    block = {"fp8_tensor": shape, "fp8_channel": (1, shape[1]), "fp8_block": (128, 128)}.get(scheme, (1, 16))
+    outer, wanted = 2.0 ** (20 * np.arange(8) - 70), []
+    for expert, own in enumerate(outer):
         module = f"{P}mixer.experts.{expert}.{last}."
-        for name, array in tensors.items():
-            if not name.startswith(module):
-                continue
-            kind = name.removeprefix(module)
-            if kind in ("weight", "weight_packed"):
-                array[...] = np.full((), 0x22 if array.dtype == np.uint8 else 0x38, np.uint8).view(array.dtype)  # Ones.
-            elif kind == "weight_scale" and scheme.startswith("nvfp4"):
-                array[...] = 2.0 ** (expert % 3)
-            elif kind in ("weight_scale", "weight_scale_2", "weight_global_scale"):
-                array[...] = 2.0 ** (5 * expert - 20)
-            else:
-                array[...] = 2.0**-60
+        inner = scales_in_blocks(expert, [-(-size // length) for size, length in zip(shape, block, strict=True)])
+        changes = {
+            **{"weight": np.uint8(0x38), "weight_scale": inner * own, "input_scale": own / 2},
+            **({"weight": np.uint8(0x22), "weight_scale": inner} if scheme.startswith("nvfp4") else {}),
+            **{"weight_packed": np.uint8(0x22), "weight_scale_2": own, "weight_global_scale": 1 / own},
+            "input_global_scale": own / 2,
+        }
+        for name, value in changes.items():
+            if (array := tensors.get(module + name)) is not None:
+                codes = name in ("weight", "weight_packed")
+                array[...] = value.view(array.dtype) if codes else np.reshape(value, array.shape)
+        wanted.append(np.kron(inner * own, np.ones(block))[: shape[0], : shape[1]])
     weights, _ = load_layer(written(tmp_path, tensors, config), 1)
     array = weights.items()[f"experts_{last}"]
-    for expert in experts:
-        outer = (20 - 5 * expert if scheme == "nvfp4_ct" else 5 * expert - 20) + expert % 3 * scheme.startswith("nvfp4")
-        assert set(np.log2(numbers(array)[expert]).flat) == {outer}, expert
-    assert set(np.asarray(array.input_scale)) == {np.float32(2.0**-60)}
+    np.testing.assert_array_equal(numbers(array), wanted)
+    np.testing.assert_array_equal(array.input_scale, outer / 2)
 
 
 @pytest.mark.parametrize("hidden, inner", [(64, 80), (2688, 1856), (2880, 1600)])
@@ -330,7 +356,8 @@ def test_any_multiple_of_16_keeps_the_scales_of_later_experts_in_place_R34(tmp_p
         wanted = np.empty((5, hidden), np.float32)
         wanted[:, ::2], wanted[:, 1::2] = table[codes % 16], table[codes // 16]
         wanted *= np.repeat(scale.astype(np.float32), 16, axis=1)
-        np.testing.assert_allclose(last[expert], wanted * tensors[f"{module}.weight_scale_2"], rtol=1e-6)
+        # A code times its block's scale is exact, so that either side is rounded once.
+        assert_same_bits(last[expert], wanted * tensors[f"{module}.weight_scale_2"])
 
 
 def test_a_quantised_gate_becomes_float32_and_is_told(tmp_path, capsys):

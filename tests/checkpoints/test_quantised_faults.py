@@ -109,13 +109,21 @@ def test_fp8_numbers_that_are_nan_are_found_P5(tmp_path, scheme, byte):
     load_layer(written(tmp_path, tensors, CONFIG), 1)
 
 
-def test_nvfp4_without_both_scales_is_told_what_is_missing(tmp_path):
-    tensors = quantised("nvfp4")
-    del tensors[f"{UP}weight_scale"], tensors[f"{UP}weight_scale_2"]
-    message = refusal(tmp_path, tensors)
-    assert (
-        f"{UP}weight is of dtype U8 without the scales of NVFP4 ({UP}weight_scale in F8_E4M3, {UP}weight_sc" in message
-    )
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize(
+    "scheme, codes, outer",
+    [("nvfp4", "weight", "weight_scale_2"), ("nvfp4_ct", "weight_packed", "weight_global_scale")],
+)
+def test_nvfp4_without_its_scales_is_told_which_are_missing(tmp_path, scheme, codes, outer, raw):
+    tensors = quantised(scheme)
+    del tensors[UP + outer]
+    blocks, missing = tensors.pop(f"{UP}weight_scale"), f"{UP}{outer} (F32 [])"
+    if raw:
+        tensors[f"{UP}weight_scale"] = blocks.view(np.uint8)
+    else:
+        missing = f"{UP}weight_scale (F8_E4M3 [80, 4]), {missing}"
+    wanted = f"{UP}{codes} is of dtype U8 without the scales of NVFP4, missing: {missing}; load_layer reads"
+    assert refusal(tmp_path, tensors).startswith(wanted)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
@@ -255,12 +263,30 @@ def test_experts_whose_scales_differ_in_dtype_are_named(tmp_path):
         assert message.startswith(f"{UP}weight is FP8 per tensor with ") and called in message, message
 
 
-def test_an_input_scale_that_is_read_is_checked_and_one_that_is_not_is_not(tmp_path):
-    tensors = quantised("nvfp4")
-    tensors[f"{UP}input_scale"] = np.zeros((), np.float32)
-    assert f"{UP}input_scale has the scale 0.0 at []" in refusal(tmp_path, tensors)
-    del tensors[f"{P}mixer.experts.1.up_proj.input_scale"]
-    assert load_layer(written(tmp_path, tensors, CONFIG), 1)[0].experts_up_proj.uncalibrated == (1,)
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("scheme, name", [case for case in SCALES if case[1].startswith("input")])
+def test_input_scales_are_checked_though_other_experts_have_none_P5_R24(tmp_path, scheme, name, dtype):
+    tensors = quantised(scheme)
+    del tensors[f"{P}mixer.experts.1.up_proj.{name}"]
+    for value in (0.0, -1.0, np.nan, np.inf):
+        tensors[UP + name] = np.full_like(tensors[UP + name], value)
+        assert f"{UP}{name} has the scale {value} at " in refusal(tmp_path, tensors, dtype=dtype)
+    tensors[UP + name] = np.ones((3, 3), np.float32)
+    assert f"wrongly shaped: {UP}{name} [3, 3]" in refusal(tmp_path, tensors, dtype=dtype)
+    tensors[UP + name] = np.ones((), np.float32)
+    weights, _ = load_layer(written(tmp_path, tensors, CONFIG), 1, dtype=dtype)
+    if dtype is None:
+        assert (weights.experts_up_proj.input_scale, weights.experts_up_proj.uncalibrated) == (None, (1,))
+
+
+@pytest.mark.parametrize("name", ["input_scale", "input_global_scale", "output_scale"])
+def test_an_unused_scale_that_is_no_single_number_is_named_R26(tmp_path, name):
+    tensors = layer_tensors(P, CONFIG)
+    for shape in ((), (1,), (1, 1)):
+        load_layer(written(tmp_path, tensors | {UP + name: np.ones(shape, np.float32)}, CONFIG), 1)
+    for shape in ((3, 3), (64,), (0,)):
+        message = refusal(tmp_path, tensors | {UP + name: np.ones(shape, np.float32)})
+        assert message.endswith(f"wrongly shaped: {UP}{name} {list(shape)} (wanted [] or [1]: one scale).")
 
 
 def test_float16_that_would_overflow_is_refused(tmp_path):

@@ -91,9 +91,13 @@ def test_a_mesh_that_would_cut_blocks_is_refused_packed_and_taken_dequantised(tm
     assert 20 in leaf.addressable_shards[0].data.shape
 
 
-def test_an_expert_parallel_rank_reads_the_scales_of_its_experts_only_R73(tmp_path):
+@pytest.mark.parametrize("uncalibrated", [[], [2]])
+def test_an_expert_parallel_rank_reads_the_scales_of_its_experts_only_R73(tmp_path, uncalibrated):
     config = CONFIG | {"n_routed_experts": 8}
-    folder = folder_of(tmp_path, "nvfp4", config)
+    tensors = with_quantised(layer_tensors(P, config), "nvfp4", "proj")
+    for expert in uncalibrated:
+        del tensors[f"{P}mixer.experts.{expert}.up_proj.input_scale"]
+    folder = written(tmp_path, tensors, config)
     mesh = mesh_of(8, 1)
     with Checkpoint(folder) as checkpoint:
         found = find_layer(checkpoint, 1)
@@ -115,6 +119,15 @@ def test_uncalibrated_experts_keep_their_numbers_on_a_mesh():
     )
     assert weights.experts_up_proj.uncalibrated == (2, 5)
     assert isinstance(weights.experts_up_proj, Quantised)
+
+
+def test_a_bad_input_scale_is_found_on_a_mesh_though_another_expert_has_none_P5(tmp_path):
+    tensors = with_quantised(layer_tensors(P, CONFIG), "nvfp4", "proj")
+    names = [f"{P}mixer.experts.{expert}.up_proj.input_scale" for expert in range(4)]
+    del tensors[names[1]]
+    tensors[names[3]] = np.zeros((), np.float32)
+    with pytest.raises(CheckpointError, match=re.escape(f"{names[3]} has the scale 0.0 at [], in ")):
+        load_layer(written(tmp_path, tensors, CONFIG), 1, mesh=mesh_of(4, 2), rules=RULES)
 
 
 @pytest.mark.parametrize("last, place", [("up_proj", (200, 1)), ("down_proj", (31, 15)), ("down_proj", (2, 3))])
