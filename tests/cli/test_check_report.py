@@ -17,7 +17,7 @@ NAME, LAYER = "mixed_modelopt_latent", 1
 
 @pytest.fixture
 def quick(monkeypatch):
-    """One way of computing; all of them are in tests/layer/test_conversion.py."""
+    """One way of computing; all of them are in tests/layer/test_check.py."""
     accuracy = nm.accuracy
     monkeypatch.setattr(nm, "accuracy", lambda *args: accuracy(*args, dtypes=("bfloat16",)), raising=False)
 
@@ -78,7 +78,7 @@ def test_the_report_says_how_each_weight_is_stored(quick, tmp_path, capsys):
         # The sibling is the dequantised weight, rounded to bfloat16.
         limit = 0.0 if name in ("norm", "gate", "gate_bias") else float(ml_dtypes.finfo(ml_dtypes.bfloat16).eps)
         assert row["error"]["relative"] <= limit, name
-    assert {"bfloat16", "bfloat16 fp8_static", "bfloat16 nvfp4_static"} <= report["accuracy"].keys()
+    assert {"bfloat16 xla", "bfloat16 xla fp8_static", "bfloat16 xla nvfp4_static"} <= report["accuracy"].keys()
     assert list(tmp_path.iterdir()) != [] and not list(tmp_path.glob("*.unfinished"))
 
 

@@ -10,7 +10,8 @@ from bounds import BFLOAT16_LAYER, FLOAT32_LAYER, bound
 from layers import TINY_D, TINY_L, random_tokens, random_weights
 
 import nemotron_moe as nm
-from nemotron_moe import check
+from nemotron_moe import accuracy_by_stage, check
+from pallas_kernels.implementation import H200, compiling_for
 
 DTYPES = {"float32": FLOAT32_LAYER, "bfloat16": BFLOAT16_LAYER, "float16": BFLOAT16_LAYER / 4}
 
@@ -153,3 +154,59 @@ def test_arguments_that_do_not_fit_are_refused():
         nm.self_check(random_weights(TINY_D), TINY_D, dtype=jnp.int8)
     with pytest.raises(ValueError, match="nonsense"):
         nm.self_check(random_weights(TINY_D), TINY_D, implementation="nonsense")
+
+
+@pytest.mark.parametrize(
+    "config, fp8, nvfp4", [(TINY_L, "fc1_latent_proj", "experts_down"), (TINY_D, "shared_expert", "experts_up")]
+)
+def test_accuracy_tells_ways_and_stages_apart(config, fp8, nvfp4):
+    """What quantised activations cost is at the stage that has them and in the block, not at the stages after it."""
+    fields = {"shared_expert": "shared_experts_up_proj", "fc1_latent_proj": "fc1_latent_proj"}
+    packed = nm.quantize_weights(random_weights(config), {fields[fp8]: "fp8_tensor", f"{nvfp4}_proj": "nvfp4"})
+    ways = nm.accuracy(packed, config, h=random_tokens(config, 8), dtypes=("float32",))
+    assert list(ways) == ["float32 xla", "float32 xla fp8", "float32 xla nvfp4"]  # no input scales, so nothing static
+    stages = {
+        "norm",
+        "router_logits",
+        "topk_weights",
+        "experts_up",
+        "experts_down",
+        "combine",
+        "shared_expert",
+        "block",
+    }
+    if config.moe_latent_size:
+        stages |= {"fc1_latent_proj", "fc2_latent_proj"}
+    for (way, errors), stage in zip(ways.items(), (None, fp8, nvfp4), strict=True):
+        assert errors.keys() == stages, way
+        large = {name for name, error in errors.items() if error > FLOAT32_LAYER}
+        assert large == ({stage, "block"} if stage else set()), way
+        assert max(errors.values()) < 2**-2, way
+
+
+def test_a_narrow_stage_is_off_by_its_own_rounding_only():
+    """The router, which is float32, is as exact after a norm in bfloat16 as after one in float32."""
+    (errors,) = nm.accuracy(random_weights(TINY_L), TINY_L, dtypes=("bfloat16",)).values()
+    assert 0 < max(errors.pop("router_logits"), errors.pop("topk_weights")) < FLOAT32_LAYER
+    for stage in ("shared_expert", "block"):  # of several stages each
+        assert 0 < errors.pop(stage) < BFLOAT16_LAYER
+    # The float32 weights and the result are rounded to bfloat16, each by half an eps at most.
+    assert 0 < max(errors.values()) < float(jnp.finfo(jnp.bfloat16).eps)
+
+
+def test_accuracy_takes_every_implementation_that_serves():
+    config, weights = nm.presets.NANO, nm.abstract_weights(nm.presets.NANO)
+    with compiling_for(H200):
+        assert accuracy_by_stage._serving(weights, config, 16, "bfloat16") == ["mosaic", "xla"]
+        assert accuracy_by_stage._serving(weights, config, 16, "float32") == ["xla"]
+
+
+def test_accuracy_refuses_other_dtypes():
+    with pytest.raises(ValueError, match="dtypes has dtype float64"):
+        nm.accuracy(random_weights(TINY_D), TINY_D, dtypes=("float64",))
+
+
+def test_infinite_results_fail_without_a_warning(monkeypatch):
+    tamper(monkeypatch, "moe_block", lambda out, aux: (out.at[0, :2].set(jnp.asarray([jnp.inf, -jnp.inf])), aux))
+    seen = nm.self_check(random_weights(TINY_D), TINY_D)
+    assert not seen.passed and not seen.errors["block_out"] <= seen.tolerance
