@@ -154,7 +154,7 @@ def main() -> None:
 
 def run(case: str, experts: int | None, rounds: int, folder: str | None = None) -> Iterator[dict[str, Any]]:
     """Loads a layer with its files out of the page cache and in it, in turn with plain reading of the same files."""
-    config, format, stacked, dtype = CASES[case]
+    (config, format, stacked, dtype), here = CASES[case], conditions()
     if experts is not None:
         config = dataclasses.replace(config, n_routed_experts=experts)
     with tempfile.TemporaryDirectory(dir=folder) as name:
@@ -170,7 +170,7 @@ def run(case: str, experts: int | None, rounds: int, folder: str | None = None) 
             share = round(statistics.median(plain) / result["seconds"], 2)
             speed = round(size / statistics.median(plain) / 1e9, 2)
             yield {
-                **conditions(),
+                **here,
                 **{"case": case, "cache": cache, "bytes": size, **result},
                 **{"plain_gb_per_s": speed, "share_of_plain_reading": share, "goal": GOALS[cache]},
             }

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from nemotron_moe import reference
-from nemotron_moe.activations import MODES, check_mode, quantised_rows
+from nemotron_moe.activations import MODES, check_mode
 from nemotron_moe.check import relative_error
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.dense import linear, rms_norm, shared_expert, squares_dtype
 from nemotron_moe.dispatch import combine, gather_rows, make_plan
+from nemotron_moe.experts import expert_product
 from nemotron_moe.explanation import explain
-from nemotron_moe.kernels import grouped_matmul, implementations, steps_around
+from nemotron_moe.kernels import implementations, steps_around
 from nemotron_moe.layer import moe_block
 from nemotron_moe.routing import Routing, route
 from nemotron_moe.validate import check_dtype
@@ -126,20 +127,13 @@ def _stages(
     h, x = given["h"], given["norm"]
     routing, plan = Routing(ids=given["ids"]), make_plan(given["ids"], config.n_routed_experts)
     multiply = functools.partial(linear, quantize_activations=mode)
-    grouped = functools.partial(
-        grouped_matmul,
-        group_sizes=plan.group_sizes,
-        group_alignment=plan.alignment,
-        pieces=plan.pieces,
-        implementation=implementation,
-    )
+    grouped = functools.partial(expert_product, plan=plan, implementation=implementation, quantize_activations=mode)
 
     def rows(stage: str) -> jax.Array:
         slots = given[stage].reshape(-1, given[stage].shape[-1])
         return slots.at[plan.slot_of_row].get(mode="fill", fill_value=0)
 
     def product(rows: jax.Array, matrices: Any, **result: Any) -> jax.Array:
-        rows = quantised_rows(rows, matrices, mode, plan.expert_of_row())
         return grouped(rows, matrices, **result)[plan.row_of_slot]
 
     z = gather_rows(given.get("fc1_latent_proj", x), plan, implementation=steps_around(implementation))

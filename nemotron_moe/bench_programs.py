@@ -15,12 +15,12 @@ from nemotron_moe.bench_work import Product, products
 from nemotron_moe.config import MoEConfig
 from nemotron_moe.dense import rms_norm
 from nemotron_moe.dispatch import Plan, make_plan
-from nemotron_moe.experts import routed_experts
+from nemotron_moe.experts import expert_product, routed_experts
 from nemotron_moe.layer import moe_block
 from nemotron_moe.routing import choice_margin, route
 from nemotron_moe.weights import MoEWeights, abstract_weights
 from pallas_kernels.bench.ceilings import dense
-from pallas_kernels.grouped_matmul import choose, grouped_matmul
+from pallas_kernels.grouped_matmul import choose
 
 ACTIVATION = {"up": "relu2", "down": None}
 SAMPLE = {"routed": 8, "block": 4}  # tokens that are checked
@@ -62,15 +62,7 @@ class Shape:
         return make_plan(ids, self.config.n_routed_experts)
 
     def product(self, lhs: jax.Array, rhs: jax.Array, plan: Plan, *, activation: str | None) -> jax.Array:
-        return grouped_matmul(
-            lhs,
-            rhs,
-            plan.group_sizes,
-            group_alignment=self.alignment,
-            pieces=plan.pieces,
-            activation=activation,
-            implementation=self.implementation,
-        )
+        return expert_product(lhs, rhs, plan, activation=activation, implementation=self.implementation)
 
     def routed(self, x: jax.Array, slots: jax.Array, plan: Plan, up: jax.Array, down: jax.Array) -> jax.Array:
         return routed_experts(x, slots, plan, up, down, implementation=self.implementation)

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+from jax.typing import DTypeLike
 
 from nemotron_moe.activations import quantised_rows
 from nemotron_moe.dense import squares_dtype
@@ -45,18 +46,43 @@ def routed_experts(
     with jax.named_scope("dispatch"):
         rows = gather_rows(x, plan, implementation=steps_around(implementation))
     multiply = functools.partial(
-        grouped_matmul,
-        group_sizes=plan.group_sizes,
-        group_alignment=plan.alignment,
-        pieces=plan.pieces,
-        implementation=implementation,
+        expert_product, plan=plan, implementation=implementation, quantize_activations=quantize_activations
     )
-    expert = None if quantize_activations is None else plan.expert_of_row()
     with jax.named_scope("experts_up"):
-        rows = quantised_rows(rows, up_proj, quantize_activations, expert)
         inner = multiply(rows, up_proj, activation="relu2", out_dtype=squares_dtype(x.dtype))
     with jax.named_scope("experts_down"):
-        inner = quantised_rows(inner, down_proj, quantize_activations, expert)
         out = multiply(inner, down_proj, out_dtype=x.dtype)
     with jax.named_scope("combine"):
         return combine(out, weights, plan)
+
+
+def expert_product(
+    rows: jax.Array,
+    matrices: jax.Array | Quantised,
+    plan: Plan,
+    *,
+    activation: str | None = None,
+    out_dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+    quantize_activations: str | None = None,
+) -> jax.Array:
+    """Each row times the matrix of its expert, transposed: rows [M, K] in the plan's order, [E, N, K] -> [M, N].
+
+    Rows that no expert has give 0, whatever they hold. `activation` and `out_dtype` are those of `grouped_matmul`, the
+    others those of `moe_block`.
+
+    Raises:
+      ValueError: as `grouped_matmul`.
+    """
+    if quantize_activations is not None:
+        rows = quantised_rows(rows, matrices, quantize_activations, plan.expert_of_row())
+    return grouped_matmul(
+        rows,
+        matrices,
+        plan.group_sizes,
+        group_alignment=plan.alignment,
+        pieces=plan.pieces,
+        activation=activation,
+        out_dtype=out_dtype,
+        implementation=implementation,
+    )

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import group_places, grouped_matmul, scatter_rows, top_k
-from pallas_kernels.bench.ceilings import read_buffer
+from pallas_kernels.bench.ceilings import read_buffer, read_calls
 from pallas_kernels.bench.conditions import conditions
 from pallas_kernels.bench.device import device_times, prepare
 from pallas_kernels.implementation import Implementation
@@ -88,8 +88,8 @@ OPERATIONS: dict[str, tuple[Callable[[Sizes], Work], Sequence[Implementation]]] 
 def measure(operation: str, sizes: Sizes, *, rounds: int, read_bytes: int) -> Iterator[dict[str, Any]]:
     """A row for each implementation but the reference: microseconds, and share of the speed of reading."""
     make, implementations = OPERATIONS[operation]
-    work, buffer = make(sizes), read_buffer(read_bytes)
-    calls: dict[str, Callable] = {"read": functools.partial(jax.jit(jnp.sum), buffer)}
+    work, buffer, here = make(sizes), read_buffer(read_bytes), conditions()
+    calls: dict[str, Callable] = {"read": read_calls(buffer, None)["jnp.sum"]}
     for name in (row.name for row in implementations if row.name != "reference"):
         run = functools.partial(work.run, implementation=name)
         try:
@@ -104,7 +104,7 @@ def measure(operation: str, sizes: Sizes, *, rounds: int, read_bytes: int) -> It
     for name, times in us.items():
         median = statistics.median(times)
         yield {
-            **conditions(),
+            **here,
             "operation": operation,
             **dataclasses.asdict(sizes),
             "implementation": name,

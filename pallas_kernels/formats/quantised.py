@@ -1,5 +1,6 @@
 """What quantised arrays have in common: codes and scales that cover a matrix in blocks, cut and placed together."""
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable
@@ -65,7 +66,7 @@ def moved(leaf: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class Quantised:
+class Quantised(abc.ABC):
     """An array [*lead, N, K] kept as codes and their scales; each subclass is one number format.
 
     A pytree whose leaves are its parts. They keep their dtypes: a cast over all leaves of a tree, as in
@@ -98,17 +99,17 @@ class Quantised:
                 )
 
     @property
+    @abc.abstractmethod
     def format(self) -> str:
         """The format's name, as `quantize` and `abstract` take it."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def all_parts(self) -> dict[str, Part]:
         """The parts that the format can have, by field."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _numbers(self, codes: jax.Array, columns: Window) -> jax.Array:
         """What spread codes stand for, exact in bfloat16, float16 and float32."""
-        raise NotImplementedError
 
     @classmethod
     def abstract(cls, shape: tuple[int, ...], **static: Any) -> Self:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from bounds import bound
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from kernels.grouped_matmul_contract import UNEVEN, GroupedMatmulContract, assert_same, assert_within, draw, operands
+from kernels.arrays import assert_same, assert_within, draw, operands
+from kernels.grouped_matmul_contract import UNEVEN, GroupedMatmulContract
 from kernels.hopper import OnHopper, has_hopper
 
 from pallas_kernels.grouped_matmul import TileConfig, cut_for_kernels, grouped_matmul

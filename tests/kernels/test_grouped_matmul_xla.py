@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bounds import bound
-from kernels.grouped_matmul_contract import UNEVEN, GeneralContract, assert_within, operands
+from kernels.arrays import assert_within, operands
+from kernels.grouped_matmul_contract import UNEVEN, GeneralContract
 
 from pallas_kernels.grouped_matmul import Tile, grouped_matmul
 from pallas_kernels.grouped_matmul.tile import BATCH_BYTES, BLOCK_BYTES, default_tile
