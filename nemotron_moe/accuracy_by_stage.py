@@ -155,5 +155,5 @@ def _stages(
         seen["fc2_latent_proj"] = multiply(given["combine"], weights.fc2_latent_proj)
     if config.moe_shared_expert_intermediate_size:
         up, down = weights.shared_experts_up_proj, weights.shared_experts_down_proj
-        seen["shared_expert"] = shared_expert(x, up, down, quantize_activations=mode)
+        seen["shared_expert"] = shared_expert(x, up, down, implementation=implementation, quantize_activations=mode)
     return seen

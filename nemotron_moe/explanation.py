@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from nemotron_moe.config import MoEConfig
-from nemotron_moe.dense import squares_dtype
+from nemotron_moe.dense import squares_dtype, why_no_kernel
 from nemotron_moe.dispatch import make_plan
 from nemotron_moe.kernels import steps_around
 from nemotron_moe.validate import check_dtype, check_weights
@@ -98,7 +98,22 @@ def explain(
             lhs, matrix, out_dtype=out_dtype, group_alignment=plan.alignment, implementation=implementation
         )
         steps.append(_step(name, "grouped_matmul", choice, lhs, matrix))
+    if config.moe_shared_expert_intermediate_size:
+        steps.append(_shared_expert(tokens, dtype, weights.shared_experts_up_proj, implementation))
     return Explanation(device=target().kind, steps=tuple(steps))
+
+
+def _shared_expert(tokens: int, dtype: DTypeLike, matrix: Any, implementation: str | None) -> Step:
+    """Of its up product; the other dense products are always XLA's."""
+    x = _like((tokens, matrix.shape[1]), dtype)
+    reason = why_no_kernel(x, matrix, out_dtype=squares_dtype(dtype), implementation=implementation)
+    return Step(
+        name="shared_expert",
+        operation="grouped_matmul",
+        shapes=_shapes(x, matrix),
+        implementation="mosaic" if reason is None else "xla",
+        reasons={} if reason is None else {"mosaic": reason},
+    )
 
 
 def _like(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
@@ -109,7 +124,11 @@ def _step(name: str, operation: str, choice: Choice[Any], *arrays: jax.ShapeDtyp
     return Step(
         name=name,
         operation=operation,
-        shapes=" x ".join(f"{grouped_matmul.format_of(array)}{list(array.shape)}" for array in arrays),
+        shapes=_shapes(*arrays),
         implementation=choice.implementation.name,
         reasons=dict(choice.passed_over),
     )
+
+
+def _shapes(*arrays: Any) -> str:
+    return " x ".join(f"{grouped_matmul.format_of(array)}{list(array.shape)}" for array in arrays)

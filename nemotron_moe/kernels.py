@@ -3,6 +3,7 @@
 from pallas_kernels.formats import quantize
 from pallas_kernels.group_places import group_places
 from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, Pieces, cut_for_kernels, grouped_matmul
+from pallas_kernels.grouped_matmul import choose as choose_product
 from pallas_kernels.grouped_matmul import preferred_alignment as row_alignment
 from pallas_kernels.implementation import target
 from pallas_kernels.scatter_rows import scatter_rows
@@ -11,6 +12,7 @@ from pallas_kernels.top_k import top_k
 
 __all__ = [
     "Pieces",
+    "choose_product",
     "count_up_to",
     "cut_for_kernels",
     "group_places",
@@ -30,7 +32,12 @@ def steps_around(implementation: str | None) -> str | None:
     """What the layer's `implementation`, which names one of the grouped products, means for the steps around them.
 
     They have no kernel for all that the products' kernels take, so "mosaic" leaves the choice to them.
+
+    Raises:
+      ValueError: if it is no such name.
     """
+    if implementation not in (None, *implementations()):
+        raise ValueError(f"implementation is {implementation!r}; wanted None or one of {implementations()}.")
     return None if implementation == "mosaic" else implementation
 
 

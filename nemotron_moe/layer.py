@@ -184,7 +184,9 @@ def _layer(
     if config.moe_shared_expert_intermediate_size:
         with jax.named_scope("shared_expert"):
             up, down = weights.shared_experts_up_proj, weights.shared_experts_down_proj
-            terms.append(shared_expert(x, up, down, quantize_activations=quantize_activations))
+            terms.append(
+                shared_expert(x, up, down, implementation=implementation, quantize_activations=quantize_activations)
+            )
     out = functools.reduce(jnp.add, (term.astype(jnp.float32) for term in terms)).astype(h.dtype)
     out = out.reshape(*leading, config.hidden_size)
     if not return_aux:

@@ -118,12 +118,24 @@ def choice_margin(logits: jax.Array, gate_bias: jax.Array, config: MoEConfig) ->
 
 
 def _weights(scores: jax.Array, ids: jax.Array, config: MoEConfig) -> jax.Array:
-    # A comparison with every id, not a gather: its gradient scatters nothing, and an id out of range finds 0.
-    is_chosen = jax.nn.one_hot(known_ids(ids, scores.shape[-1]), scores.shape[-1], dtype=jnp.bool_)
-    chosen = jnp.where(is_chosen, scores[..., None, :], 0.0).sum(-1)
+    chosen = _at(scores, known_ids(ids, scores.shape[-1]))
     if config.norm_topk_prob:
         chosen = _normalise(chosen)
     return chosen * config.routed_scaling_factor
+
+
+@jax.custom_jvp
+def _at(scores: jax.Array, ids: jax.Array) -> jax.Array:
+    """scores [..., E] of ids [..., K]; 0 for the id E."""
+    return jnp.take_along_axis(scores, ids, axis=-1, mode="fill", fill_value=0.0)
+
+
+@_at.defjvp
+def _at_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    # By comparing with every id: the transpose of a gather would be a scatter, which adds in no fixed order.
+    (scores, ids), (d_scores, _) = primals, tangents
+    is_chosen = jax.nn.one_hot(ids, scores.shape[-1], dtype=jnp.bool_)
+    return _at(scores, ids), jnp.where(is_chosen, d_scores[..., None, :], 0.0).sum(-1)
 
 
 @jax.custom_jvp

@@ -12,6 +12,7 @@ from kernels.hopper import hopper
 from layers import random_tokens, random_weights
 
 import nemotron_moe as nm
+from nemotron_moe import dense
 
 # As small as the kernels take, all four of them.
 DIRECT = nm.MoEConfig(
@@ -26,6 +27,12 @@ LATENT = dataclasses.replace(DIRECT, hidden_size=192, moe_latent_size=128)
 CONFIGS = {"direct": DIRECT, "latent": LATENT}
 
 
+@pytest.fixture(autouse=True)
+def kernel_for_the_shared_expert(monkeypatch):
+    """At few tokens too."""
+    monkeypatch.setattr(dense, "FEWEST_ROWS", 1)
+
+
 def run(config, h, **options):
     return jax.jit(functools.partial(nm.moe_block, config=config, **options))(h, bfloat16(config))
 
@@ -36,10 +43,10 @@ def bfloat16(config):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_the_layer_is_that_of_xla(config):
-    h = random_tokens(config, 6, dtype=jnp.bfloat16)
+    h = random_tokens(config, 8, dtype=jnp.bfloat16)
     want, aux = run(config, h, implementation="xla", return_aux=True)
     with hopper():
-        assert {step.implementation for step in nm.explain(config, tokens=6).steps} == {"mosaic", "compare"}
+        assert {step.implementation for step in nm.explain(config, tokens=8).steps} == {"mosaic", "compare"}
         got, mine = run(config, h, return_aux=True)
         got, ids, load = (np.asarray(x) for x in (got, mine.routing.ids, mine.load))
     np.testing.assert_array_equal(ids, aux.routing.ids)
@@ -67,14 +74,16 @@ def test_every_token_to_the_same_experts_loses_no_row_C22():
 
 
 def test_the_gradient_is_that_of_xla():
-    h = random_tokens(DIRECT, 5, dtype=jnp.bfloat16)
+    h = random_tokens(DIRECT, 8, dtype=jnp.bfloat16)
+    all_weights = bfloat16(DIRECT)
 
     def gradient(implementation):
-        def loss(h, up):
-            weights = dataclasses.replace(bfloat16(DIRECT), experts_up_proj=up)
+        def loss(h, up, shared_up):
+            weights = dataclasses.replace(all_weights, experts_up_proj=up, shared_experts_up_proj=shared_up)
             return nm.moe_block(h, weights, DIRECT, implementation=implementation).astype(jnp.float32).sum()
 
-        return [np.asarray(g) for g in jax.jit(jax.grad(loss, (0, 1)))(h, bfloat16(DIRECT).experts_up_proj)]
+        arguments = h, all_weights.experts_up_proj, all_weights.shared_experts_up_proj
+        return [np.asarray(g) for g in jax.jit(jax.grad(loss, (0, 1, 2)))(*arguments)]
 
     want = gradient("xla")
     with hopper():
