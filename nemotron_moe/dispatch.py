@@ -145,7 +145,10 @@ def _combine(y: jax.Array, weights: jax.Array, plan: Plan) -> jax.Array:
 def _sum_slots(y: jax.Array, weights: jax.Array | None, plan: Plan) -> jax.Array:
     tokens, slots = plan.row_of_slot.shape
     # Slots in front, so that XLA takes all of them in one kernel, which it does not along the last axis.
-    turned = jax.tree.map(jnp.transpose, (plan.row_of_slot, plan.is_routed(), weights))
+    routed = plan.is_routed()
+    if weights is not None:
+        weights = jnp.where(routed, weights, 0.0)  # of plain arguments XLA would make a kernel for each slot's slice
+    turned = jax.tree.map(jnp.transpose, (plan.row_of_slot, routed, weights))
 
     def one(slot: int | jax.Array) -> jax.Array:
         row, routed, weight = jax.tree.map(
