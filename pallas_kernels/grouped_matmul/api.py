@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import dtypes, lax
+from jax import dtypes
 from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import check_array, is_integer
@@ -17,8 +17,9 @@ from pallas_kernels.grouped_matmul.mosaic import Mosaic, cut_rows
 from pallas_kernels.grouped_matmul.pieces import ALIGNMENT, Pieces
 from pallas_kernels.grouped_matmul.reference import Reference
 from pallas_kernels.grouped_matmul.tile import Tile, TileConfig
-from pallas_kernels.grouped_matmul.xla import Xla, varying_axes
+from pallas_kernels.grouped_matmul.xla import Xla
 from pallas_kernels.implementation import Choice, Facts, no_hopper_kernels, select, target
+from pallas_kernels.varying import vary_like
 
 IMPLEMENTATIONS = (Mosaic(), Xla(), Reference())  # in order of preference
 ACTIVATIONS = (None, "relu2")
@@ -83,7 +84,8 @@ def grouped_matmul(
     # Clipped as what they are: jnp would wrap NumPy's 64 bits to 32. What they add up to is cut off by `group_bounds`.
     sizes = jnp.asarray(group_sizes.clip(0, min(lhs.shape[0], jnp.iinfo(group_sizes.dtype).max))).astype(jnp.int32)
     # Under shard_map all vary alike, so that it is JAX that sums the gradient of a replicated operand over the devices.
-    lhs, rhs, sizes, pieces = _vary_alike((lhs, rhs, sizes, pieces))
+    arguments = (lhs, rhs, sizes, pieces)
+    lhs, rhs, sizes, pieces = vary_like(arguments, arguments)
     call = _Call(chosen, group_alignment, activation, out_dtype, tile)
     return _product(call, lhs, rhs, sizes, pieces)
 
@@ -241,8 +243,3 @@ def _check_pieces(pieces: Any, m: int, groups: int, alignment: int) -> None:
                 f"pieces were cut for {name} = {cut_for}, but this call has {name} = {seen}; "
                 "give those that `cut_for_kernels` makes of this call's group_sizes and M, or None."
             )
-
-
-def _vary_alike(arrays: Any) -> Any:
-    axes = frozenset[str]().union(*(varying_axes(array) for array in jax.tree.leaves(arrays)))
-    return jax.tree.map(lambda array: lax.pcast(array, tuple(axes - varying_axes(array)), to="varying"), arrays)

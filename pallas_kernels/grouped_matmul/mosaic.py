@@ -10,6 +10,7 @@ from pallas_kernels.grouped_matmul.reference import cotangent, group_bounds
 from pallas_kernels.grouped_matmul.tile import TileConfig, default_heights, default_tile_config
 from pallas_kernels.grouped_matmul.xla import Xla
 from pallas_kernels.implementation import Facts, hopper_cores, no_hopper_kernels
+from pallas_kernels.varying import vary_like
 
 
 class Mosaic:
@@ -119,7 +120,7 @@ def _products(
     def run(lhs: jax.Array, rhs: jax.Array, pieces: Pieces) -> jax.Array:
         return products(lhs, rhs, pieces, tile, contract=contract, activation=activation, cores=cores)
 
-    return run(lhs, rhs, pieces)
+    return vary_like(run(lhs, rhs, pieces), (lhs, rhs, pieces))
 
 
 def cut_rows(group_sizes: jax.Array, m: int) -> Pieces:

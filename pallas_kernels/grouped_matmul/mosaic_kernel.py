@@ -4,8 +4,10 @@ The product is swapped: 128 columns of the output (rows of a matrix of rhs) are 
 N, which may be any of a short list of heights. So a group of any size is cut into pieces with little left over, and
 the matrices, read in their stored layout, are the operand that all pieces of a group share.
 
-One block per core stays for the whole call and takes tiles in turn: the t-th of core c is tile t * cores + c. Two
-warpgroups compute, each every other tile, and a third one loads, into one ring of slots for both:
+One block per core stays for the whole call and takes tiles in turn: of each wave of as many tiles as there are cores,
+one, and every time another core's, because some tiles are narrow. (With the same place in each wave some cores get all
+of those: 6 % slower at Super's 21 bands and 8192 tokens.) Two warpgroups compute, each every other tile, and a third
+one loads, into one ring of slots for both:
 
     loads       | tile 0: slots 0 1 2 ..  | tile 1: slots ..        | tile 2 ...
     computes 0  |   wgmma wgmma ..        | activation, store 0     | wgmma (tile 2)
@@ -19,8 +21,14 @@ Tiles of one group follow each other with the pieces fastest, so that a matrix i
 belong to no group are written as zeros: those up to the next multiple of eight by the tile before them, once its own
 stores are done (masking the accumulator instead would spill registers), the others in tiles of their own at the end.
 
+What bounds it, by leaving parts out on an H200: with 352 rows a group, moving operands from the cache to the cores
+(1270 us without the products, 1480 with them); with 24, memory: 313 us, of which storing 15 MB costs 17 and loading the
+rows 6, where streaming the matrices alone takes 287.
+
 What was tried and lost: clusters of two blocks that share the rows by multicast (8 % slower at 49152 rows); tiles of
-64 columns (1 % slower at 3072 rows); reading the table a tile ahead (no gain at 768 to 12288 rows).
+64 columns (1 % slower at 3072 rows), and of 256, half for each warpgroup, which load the rows half as often but leave
+place for three slots only (10 to 35 % slower from 12288 rows on); reading the table a tile ahead, and hints to the
+cache that the matrices are read once (no gain at 768 to 12288 rows).
 
 Mutations that the tests catch: dropping `wait_smem_to_gmem` before an output buffer is reused, or before a gap is
 cleared (races in the interpreter); freeing a slot a step early (a race); leaving out the last piece.
@@ -37,7 +45,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.pieces import ALIGNMENT, COUNT, FIRST, GROUP, HEIGHT, ROW, ROWS, Pieces
-from pallas_kernels.grouped_matmul.tile import COLUMNS, TileConfig
+from pallas_kernels.grouped_matmul.tile import COLUMNS, STORED, TileConfig
 
 LOADS = 2  # the warpgroup that loads; 0 and 1 compute
 BAND = 64  # columns that are stored at once: a wgmma's own M, and one swizzled row of 128 bytes
@@ -81,9 +89,14 @@ def products(
     ) -> None:
         core, warpgroup = lax.axis_index("core"), lax.axis_index("warpgroup")
 
+        def tile_of(turn: Any) -> Any:
+            """The number of this core's tile in a wave."""
+            return turn * cores + lax.rem(core + turn, np.int32(cores))
+
         def taken(tiles: Any) -> Any:
             """How many of so many tiles this core takes."""
-            return lax.div(tiles - core + (cores - 1), np.int32(cores))
+            waves = lax.div(tiles, np.int32(cores))
+            return waves + (tile_of(waves) < tiles).astype(jnp.int32)
 
         mine = taken(counts_ref[0] * bands)
 
@@ -114,7 +127,7 @@ def products(
             plgpu.set_max_registers(24, action="decrease")
 
             def one_tile(turn: Any, _: None) -> None:
-                piece, band = locate(core + turn * cores)
+                piece, band = locate(tile_of(turn))
                 (column, row), group = column_and_row(piece, band), table_ref[piece, GROUP]
 
                 def load(width: int, height: int) -> None:
@@ -153,6 +166,17 @@ def products(
 
             def store(values: Any, column: Any, row: Any, count: Any, height: int) -> None:
                 """Stores [BAND, height] transposed, in eights of rows as far as `count` rows need them."""
+                for start in range(0, height, STORED):
+                    part = min(height - start, STORED)
+                    some = values[:, start : start + part]
+                    if start == 0:
+                        store_part(some, column, row, count, part)
+                    else:
+                        pl.when(count > start)(
+                            functools.partial(store_part, some, column, row + start, count - start, part)
+                        )
+
+            def store_part(values: Any, column: Any, row: Any, count: Any, height: int) -> None:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 buffer.at[pl.ds(0, height)].T[...] = values
                 plgpu.commit_smem()
@@ -195,7 +219,7 @@ def products(
 
             def one_tile(pair: Any, _: None) -> None:
                 turn = pair * 2 + warpgroup
-                piece, band = locate(core + turn * cores)
+                piece, band = locate(tile_of(turn))
                 (column, row), count = column_and_row(piece, band), table_ref[piece, ROWS]
 
                 def compute(width: int, height: int) -> None:
@@ -239,7 +263,7 @@ def products(
                 by_shape(piece, band, compute)
 
             def one_tile_of_zeros(pair: Any, _: None) -> None:
-                piece, band = locate(counts_ref[0] * bands + core + (pair * 2 + warpgroup) * cores)
+                piece, band = locate(counts_ref[0] * bands + tile_of(pair * 2 + warpgroup))
                 column, row = column_and_row(piece, band)
 
                 @functools.partial(pl.run_scoped, acc=plgpu.ACC((BAND, tallest), jnp.float32))
@@ -262,7 +286,7 @@ def products(
         scratch_types=dict(
             matrix=plgpu.SMEM((tile.stages, *slot_of_matrix), rhs.dtype, transforms=swizzled),
             rows=plgpu.SMEM((tile.stages, tallest, tile.depth), lhs.dtype, transforms=swizzled),
-            result=plgpu.SMEM((2, tallest, BAND), lhs.dtype, transforms=swizzled),
+            result=plgpu.SMEM((2, min(tallest, STORED), BAND), lhs.dtype, transforms=swizzled),
             zeros=plgpu.SMEM((2, 1, COLUMNS), lhs.dtype),
             full=plgpu.Barrier(num_arrivals=2, num_barriers=2 * tile.stages),
             empty=plgpu.Barrier(num_arrivals=1, num_barriers=tile.stages),

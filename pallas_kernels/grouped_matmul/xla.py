@@ -23,6 +23,7 @@ from pallas_kernels.grouped_matmul.pieces import Pieces
 from pallas_kernels.grouped_matmul.reference import activate, cotangent, group_bounds
 from pallas_kernels.grouped_matmul.tile import Tile, default_tile, most_tiles
 from pallas_kernels.implementation import Facts, target
+from pallas_kernels.varying import vary_like
 
 
 class Xla:
@@ -286,9 +287,4 @@ def _dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
 
 def _zeros(shape: tuple[int, ...], dtype: DTypeLike, like: jax.Array) -> jax.Array:
     """Zeros that vary over the mesh axes that `like` varies over, as a loop's carry must."""
-    return lax.pcast(jnp.zeros(shape, dtype), tuple(varying_axes(like)), to="varying")
-
-
-def varying_axes(array: jax.Array) -> frozenset[str]:
-    """The mesh axes over which `array` differs between devices, inside shard_map."""
-    return frozenset(jax.typeof(array).manual_axis_type.varying)
+    return vary_like(jnp.zeros(shape, dtype), like)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 from pallas_kernels.implementation import Facts, hopper_cores, no_hopper_kernels
+from pallas_kernels.varying import vary_like
 
 LANES = 128  # a row is a box of [D / LANES, LANES]; no side of a box may be longer than 256
 WIDEST = 256 * LANES
@@ -49,7 +50,7 @@ class Mosaic:
         def run(x: jax.Array, rows: jax.Array) -> jax.Array:
             return scatter(x, rows, n_rows, ring)
 
-        return run(x, rows)
+        return vary_like(run(x, rows), (x, rows))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ import jax
 from jax.custom_batching import sequential_vmap
 
 from pallas_kernels.implementation import Facts, no_hopper_kernels
+from pallas_kernels.varying import vary_like
 
 LANES = 32
 BLOCK = 4  # tokens, one for each warp of a warpgroup
@@ -36,4 +37,4 @@ class Mosaic:
         def run(scores: jax.Array) -> jax.Array:
             return take(scores, k)
 
-        return run(scores)
+        return vary_like(run(scores), scores)
