@@ -27,8 +27,10 @@ rows 6, where streaming the matrices alone takes 287.
 
 What was tried and lost: clusters of two blocks that share the rows by multicast (8 % slower at 49152 rows); tiles of
 64 columns (1 % slower at 3072 rows), and of 256, half for each warpgroup, which load the rows half as often but leave
-place for three slots only (10 to 35 % slower from 12288 rows on); reading the table a tile ahead, and hints to the
-cache that the matrices are read once (no gain at 768 to 12288 rows).
+place for three slots only (10 to 35 % slower from 12288 rows on); a fifth slot, for which only half of a tile is stored
+at a time (no gain at 49152 rows); reading the table a tile ahead (no gain at 768 to 12288 rows). Telling the cache that
+matrices are read once, which Pallas cannot, gained 3 % at 768 and 3072 rows of Nano, nothing with Super's matrices, and
+lost 2 % at 12288 rows.
 
 Mutations that the tests catch: dropping `wait_smem_to_gmem` before an output buffer is reused, or before a gap is
 cleared (races in the interpreter); freeing a slot a step early (a race); leaving out the last piece.
@@ -45,7 +47,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.pieces import ALIGNMENT, COUNT, FIRST, GROUP, HEIGHT, ROW, ROWS, Pieces
-from pallas_kernels.grouped_matmul.tile import COLUMNS, STORED, TileConfig
+from pallas_kernels.grouped_matmul.tile import COLUMNS, TileConfig
 
 LOADS = 2  # the warpgroup that loads; 0 and 1 compute
 BAND = 64  # columns that are stored at once: a wgmma's own M, and one swizzled row of 128 bytes
@@ -166,17 +168,6 @@ def products(
 
             def store(values: Any, column: Any, row: Any, count: Any, height: int) -> None:
                 """Stores [BAND, height] transposed, in eights of rows as far as `count` rows need them."""
-                for start in range(0, height, STORED):
-                    part = min(height - start, STORED)
-                    some = values[:, start : start + part]
-                    if start == 0:
-                        store_part(some, column, row, count, part)
-                    else:
-                        pl.when(count > start)(
-                            functools.partial(store_part, some, column, row + start, count - start, part)
-                        )
-
-            def store_part(values: Any, column: Any, row: Any, count: Any, height: int) -> None:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 buffer.at[pl.ds(0, height)].T[...] = values
                 plgpu.commit_smem()
@@ -286,7 +277,7 @@ def products(
         scratch_types=dict(
             matrix=plgpu.SMEM((tile.stages, *slot_of_matrix), rhs.dtype, transforms=swizzled),
             rows=plgpu.SMEM((tile.stages, tallest, tile.depth), lhs.dtype, transforms=swizzled),
-            result=plgpu.SMEM((2, min(tallest, STORED), BAND), lhs.dtype, transforms=swizzled),
+            result=plgpu.SMEM((2, tallest, BAND), lhs.dtype, transforms=swizzled),
             zeros=plgpu.SMEM((2, 1, COLUMNS), lhs.dtype),
             full=plgpu.Barrier(num_arrivals=2, num_barriers=2 * tile.stages),
             empty=plgpu.Barrier(num_arrivals=1, num_barriers=tile.stages),

@@ -61,8 +61,7 @@ def default_tile(*, platform: str, rows: int, groups: int, columns: int, column_
 
 HEIGHTS = frozenset(range(8, 193, 8))  # more would not leave the accumulator's registers room
 COLUMNS = 128  # of an output tile of the Hopper kernel
-STORED = 96  # rows of one that are stored at a time, so that their buffers leave room for another slot
-SHARED_MEMORY = 232448 - 2048  # bytes that a block may have, less the barriers and the compiler's scratch
+SHARED_MEMORY = 232448 - 4096  # bytes that a block may have, less the barriers and the compiler's scratch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,8 +100,7 @@ class TileConfig:
     def shared_memory(self) -> int:
         """Bytes of the ring, of the two output buffers, and of their two rows of zeros, in bfloat16."""
         tallest = self.heights[-1]
-        stored = min(tallest, STORED)
-        return 2 * (self.stages * (COLUMNS + tallest) * self.depth + 2 * stored * 64 + 2 * COLUMNS)
+        return 2 * (self.stages * (COLUMNS + tallest) * self.depth + 2 * tallest * 64 + 2 * COLUMNS)
 
     @property
     def label(self) -> str:
@@ -134,4 +132,4 @@ def default_tile_config(heights: tuple[int, ...], *, depth: int) -> TileConfig:
         if depth <= 1024 and depth % 128 == 0:  # short sums: fewer, longer steps
             return TileConfig(heights=heights, stages=3, depth=128)
         return TileConfig(heights=heights, stages=5)
-    return TileConfig(heights=heights, stages=5)
+    return TileConfig(heights=heights, stages=4)
