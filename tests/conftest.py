@@ -42,9 +42,10 @@ def pytest_ignore_collect(collection_path, config):
 @pytest.hookimpl(trylast=True)  # Once `-m` and `-k` have taken out what they take out.
 def pytest_collection_modifyitems(config, items):
     compiling = [item for item in items if item.get_closest_marker("aot")]
-    if config.getoption("--gpu"):  # Another machine's work, and a GPU's need not have the compilers.
-        items[:] = [item for item in items if item not in compiling]
-        config.hook.pytest_deselected(items=compiling)
+    if config.getoption("--gpu"):  # Another machine's work: a GPU's need not have the compilers, nor 8 devices.
+        others = [item for item in items if item in compiling or item.get_closest_marker("devices")]
+        items[:] = [item for item in items if item not in others]
+        config.hook.pytest_deselected(items=others)
     elif compiling:
         require_group("aot")
 

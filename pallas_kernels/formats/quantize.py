@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.formats import fp8, nvfp4
+from pallas_kernels.formats.division import divide
 from pallas_kernels.formats.fp8 import Fp8Array
 from pallas_kernels.formats.nvfp4 import Nvfp4Array
 from pallas_kernels.formats.quantised import Quantised
@@ -106,7 +107,7 @@ def _with_codes(array: Any, x: jax.Array) -> Any:
     """`array` with the codes of x under its scales."""
     inner = None if array.inner is None else array.spread(array.inner).astype(jnp.float32)
     outer = array.row_scale()
-    scaled = _divide(x, outer if inner is None else inner if outer is None else inner * outer)
+    scaled = divide(x, outer if inner is None else inner if outer is None else inner * outer)
     if isinstance(array, Nvfp4Array):
         return dataclasses.replace(array, packed=nvfp4.pack(nvfp4.e2m1_codes(scaled)))
     # A cast alone would make NaN of what is too large.
@@ -118,11 +119,11 @@ def _nvfp4_scales(blank: Nvfp4Array, x: jax.Array, global_scale: jax.Array) -> N
     blocks = jnp.abs(x).reshape(*x.shape[:-1], x.shape[-1] // nvfp4.BLOCK, nvfp4.BLOCK)
     largest, outer = jnp.max(blocks, axis=-1), global_scale[..., None, None]
     # The barrier keeps XLA from making one division of the two.
-    scale = _divide(lax.optimization_barrier(_divide(largest, nvfp4.LARGEST)), outer)
+    scale = divide(lax.optimization_barrier(divide(largest, nvfp4.LARGEST)), outer)
     scale = jnp.clip(scale, _E4M3_STEP, fp8.LARGEST).astype(jnp.float8_e4m3fn)
     # Where e4m3 is coarse, the largest number may become code 4 instead of 6, and would then ask for another scale.
     wide = scale.astype(jnp.float32)
-    code = _divide(largest, wide * outer)
+    code = divide(largest, wide * outer)
     two = ((wide == _E4M3_STEP) & (code >= 8)) | ((wide == 3 * _E4M3_STEP) & (code <= 5))
     scale = jnp.where(two, jnp.float8_e4m3fn(2 * _E4M3_STEP), scale)
     return dataclasses.replace(blank, scale=scale, global_scale=global_scale)
@@ -142,11 +143,4 @@ def _largest(x: jax.Array, block: tuple[int | None, int | None], code: float) ->
             size = jnp.max(size.reshape(*size.shape[:at], count, length, *size.shape[at + 1 :]), axis=at + 1)
     absent = tuple(axis for axis in (-2, -1) if block[axis] is None)
     size = jnp.minimum(jnp.squeeze(size, absent), jnp.finfo(jnp.float32).max)
-    return jnp.where(size == 0, 1.0, jnp.maximum(_divide(size, code), _SMALLEST))
-
-
-def _divide(x: jax.Array, by: jax.Array | float) -> jax.Array:
-    """x / by, rounded once; by 1 where `by` is 0."""
-    by = jnp.where(by == 0, 1.0, by)
-    # XLA multiplies by the reciprocal of what it sees to be broadcast: scales and codes would differ by a rounding.
-    return x / jnp.where(jnp.isnan(x), x, by)
+    return jnp.where(size == 0, 1.0, jnp.maximum(divide(size, code), _SMALLEST))

@@ -126,6 +126,7 @@ def test_other_paths_that_are_no_checkpoint_are_named(tmp_path):
             load_layer(path, 1)
 
 
+@pytest.mark.devices
 def test_wrong_arguments_are_refused_before_anything_is_opened():
     mesh = jax.make_mesh((8,), ("ep",))
     for arguments, message in [

@@ -90,6 +90,7 @@ def test_overwriting_the_files_after_the_load_changes_no_leaf(folder, dtype):
         assert_same_bits(weights.items()[field], array)
 
 
+@pytest.mark.devices
 def test_donating_a_leaf_leaves_the_others_alone(folder):
     wanted = stacked_by_hand(layer_tensors(P, moe_config()), P)
     mesh = jax.make_mesh((8,), ("x",))

@@ -203,6 +203,8 @@ import jax, numpy as np
 from checkpoints import load_layer
 from nemotron_moe.sharding import ShardingRules
 
+pytestmark = pytest.mark.devices
+
 folder, port, rank = sys.argv[1:]
 jax.distributed.initialize(f"localhost:{port}", 2, int(rank))
 totals = []

@@ -18,6 +18,8 @@ from nemotron_moe.sharding import ShardingRules
 from nemotron_moe.weights import dequantized
 from pallas_kernels.formats import Quantised
 
+pytestmark = pytest.mark.devices
+
 P = "backbone.layers.1."
 SCHEMES = ["fp8_tensor", "fp8_channel", "fp8_block", "nvfp4", "nvfp4_ct"]
 # 256 divides into blocks of 128 and of 16; 160 only into those of 16.

@@ -4,6 +4,7 @@ Collected with --gpu only: no other machine can run it.
 """
 
 import dataclasses
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ def test_a_loaded_layer_of_super_takes_the_memory_of_its_file(tmp_path):
     config, format, stacked, dtype = CASES["super nvfp4"]
     size = write_layer(tmp_path, config, format, stacked=stacked)
     [device] = jax.local_devices()[:1]
+    gc.collect()  # what other tests had would go in between
     before = device.memory_stats()["bytes_in_use"]
     weights, _ = nm.load_layer(tmp_path, 0, dtype=dtype)
     jax.block_until_ready(weights)

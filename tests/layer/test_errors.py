@@ -117,6 +117,7 @@ def test_numpy_arrays_are_arrays():
         np.testing.assert_array_equal(out, wanted)
 
 
+@pytest.mark.devices
 def test_explicit_mesh_axes_are_refused_in_a_sentence():
     mesh = jax.make_mesh((2,), ("ep",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
     place = lambda array, *spec: jax.device_put(  # noqa: E731

@@ -52,6 +52,7 @@ def test_initial_weights_match_the_abstract_ones(name):
     assert 0.5 < float(jnp.std(out)) < 10
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_shardings_follow_the_rules(axis_type):
     mesh = jax.make_mesh((4, 2), ("ep", "tp"), axis_types=(axis_type,) * 2)
@@ -72,6 +73,7 @@ def test_shardings_follow_the_rules(axis_type):
     assert sharded.experts_up_proj.addressable_shards[0].data.shape == (4, 40, 32)
 
 
+@pytest.mark.devices
 def test_bad_rules_are_named():
     mesh = jax.make_mesh((3,), ("ep",), devices=jax.devices()[:3])
     with pytest.raises(ValueError, match=r"experts_up_proj has 16 along its axis 'experts'.* 3 devices"):
@@ -139,6 +141,8 @@ def test_formats_that_do_not_fit_are_named():
         nm.abstract_weights(QUANTISED, formats={"experts_down_proj": other})
 
 
+@pytest.mark.devices
+@pytest.mark.devices
 def test_parts_of_quantised_fields_are_placed_as_the_field_is():
     mesh = jax.make_mesh((2, 2), ("ep", "tp"), devices=jax.devices()[:4])
     rules = nm.ShardingRules(experts="ep", expert_inner="tp")
