@@ -77,7 +77,7 @@ def _serves(weights: MoEWeights, mode: str) -> bool:
 def _serving(weights: MoEWeights, config: MoEConfig, tokens: int, dtype: str) -> list[str]:
     """The implementations that serve here: all that are not passed over but "reference", which is for small arrays."""
     steps = explain(config, tokens=tokens, dtype=dtype, weights=weights).steps
-    passed_over = {name for step in steps if step.operation == "grouped_matmul" for name in step.reasons}
+    passed_over = {name for step in steps if step.name.startswith("experts_") for name in step.reasons}
     return [name for name in implementations() if name not in passed_over | {"reference"}]
 
 

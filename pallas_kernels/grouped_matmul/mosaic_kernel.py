@@ -19,7 +19,8 @@ unobserved; the "empty" ones are shared.
 
 Tiles of one group follow each other with the pieces fastest, so that a matrix is read from memory once. Rows that
 belong to no group are written as zeros: those up to the next multiple of eight by the tile before them, once its own
-stores are done (masking the accumulator instead would spill registers), the others in tiles of their own at the end.
+stores are done (masking the accumulator instead would spill registers), the others in tiles of their own, by the second
+warpgroup before its first tile is there.
 
 What bounds it, by leaving parts out on an H200: with 352 rows a group, moving operands from the cache to the cores
 (1270 us without the products, 1480 with them); with 24, memory: 313 us, of which storing 15 MB costs 17 and loading the
@@ -36,6 +37,7 @@ Mutations that the tests catch: dropping `wait_smem_to_gmem` before an output bu
 cleared (races in the interpreter); freeing a slot a step early (a race); leaving out the last piece.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -46,13 +48,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul.pieces import ALIGNMENT, COUNT, FIRST, GROUP, HEIGHT, ROW, ROWS, Pieces
+from pallas_kernels.grouped_matmul.pieces import ALIGNMENT, FIELDS, Pieces
 from pallas_kernels.grouped_matmul.tile import COLUMNS, TileConfig
 
 LOADS = 2  # the warpgroup that loads; 0 and 1 compute
 BAND = 64  # columns that are stored at once: a wgmma's own M, and one swizzled row of 128 bytes
 # Python's integers become 64 bits wide where JAX's are, and `lax` mixes no widths.
 ZERO, TWO = np.int32(0), np.int32(2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a tile is: scalars, but for its shape."""
+
+    group: Any
+    column: Any
+    row: Any
+    rows: Any
+    height: Any
+    is_last_band: Any
 
 
 def products(
@@ -102,23 +116,28 @@ def products(
 
         mine = taken(counts_ref[0] * bands)
 
-        def locate(number: Any) -> tuple[Any, Any]:
-            """Piece and band of a tile: all pieces of a group, then its next band."""
+        def locate(number: Any) -> Place:
+            """The place of a tile: all pieces of a group have one, then all of them in the group's next band."""
             some = lax.div(number, bands)  # a piece of the same group
-            first, count = table_ref[some, FIRST], table_ref[some, COUNT]
+            group, first, count, start, rows, step, height, last = (table_ref[some, field] for field in FIELDS)
             within = number - first * bands
             band = lax.div(within, count)
-            return first + within - band * count, band
+            piece = within - band * count
+            return Place(
+                group=group,
+                column=pl.multiple_of(band * COLUMNS, COLUMNS),
+                row=pl.multiple_of(start + piece * step, ALIGNMENT),
+                rows=lax.min(step, rows - piece * step),
+                height=jnp.where(piece == count - 1, last, height),
+                is_last_band=band == bands - 1,
+            )
 
-        def by_shape(piece: Any, band: Any, run: Any) -> None:
+        def by_shape(place: Place, run: Any) -> None:
             """Calls `run(width, height)` for this tile's shape; both are known when the kernel is compiled."""
             for width in (COLUMNS, BAND) if has_half_band else (COLUMNS,):
-                has_width = (band == bands - 1) == (width == BAND) if has_half_band else True
+                has_width = place.is_last_band == (width == BAND) if has_half_band else True
                 for index, height in enumerate(tile.heights):
-                    pl.when((table_ref[piece, HEIGHT] == index) & has_width)(functools.partial(run, width, height))
-
-        def column_and_row(piece: Any, band: Any) -> tuple[Any, Any]:
-            return pl.multiple_of(band * COLUMNS, COLUMNS), pl.multiple_of(table_ref[piece, ROW], ALIGNMENT)
+                    pl.when((place.height == index) & has_width)(functools.partial(run, width, height))
 
         def operand(slot: Any, width: int) -> Any:
             """[width, depth] of the matrix, or its transpose with contract=1."""
@@ -129,8 +148,8 @@ def products(
             plgpu.set_max_registers(24, action="decrease")
 
             def one_tile(turn: Any, _: None) -> None:
-                piece, band = locate(tile_of(turn))
-                (column, row), group = column_and_row(piece, band), table_ref[piece, GROUP]
+                place = locate(tile_of(turn))
+                group, column, row = place.group, place.column, place.row
 
                 def load(width: int, height: int) -> None:
                     def one_step(step: Any, _: None) -> None:
@@ -151,7 +170,7 @@ def products(
 
                     lax.fori_loop(ZERO, steps, one_step, None)
 
-                by_shape(piece, band, load)
+                by_shape(place, load)
 
             def drain(count: Any, _: None) -> None:
                 plgpu.barrier_wait(empty.at[lax.rem(count, stages)])
@@ -210,8 +229,8 @@ def products(
 
             def one_tile(pair: Any, _: None) -> None:
                 turn = pair * 2 + warpgroup
-                piece, band = locate(tile_of(turn))
-                (column, row), count = column_and_row(piece, band), table_ref[piece, ROWS]
+                place = locate(tile_of(turn))
+                column, row, count = place.column, place.row, place.rows
 
                 def compute(width: int, height: int) -> None:
                     @functools.partial(pl.run_scoped, acc=plgpu.ACC((width, height), jnp.float32))
@@ -251,22 +270,25 @@ def products(
                                 functools.partial(clear_gap, column + start, row, count, step_of_gap),
                             )
 
-                by_shape(piece, band, compute)
+                by_shape(place, compute)
 
-            def one_tile_of_zeros(pair: Any, _: None) -> None:
-                piece, band = locate(counts_ref[0] * bands + tile_of(pair * 2 + warpgroup))
-                column, row = column_and_row(piece, band)
+            def one_tile_of_zeros(turn: Any, _: None) -> None:
+                place = locate(counts_ref[0] * bands + tile_of(turn))
 
                 @functools.partial(pl.run_scoped, acc=plgpu.ACC((BAND, tallest), jnp.float32))
                 def _zeros(acc: Any) -> None:
                     for start in range(0, COLUMNS, BAND):
+                        column = place.column + start
 
-                        @pl.when(column + start < columns)
-                        def _store(start: int = start) -> None:
-                            store(acc[...].astype(out_ref.dtype), column + start, row, table_ref[piece, ROWS], tallest)
+                        @pl.when(column < columns)
+                        def _store(column: Any = column) -> None:
+                            store(acc[...].astype(out_ref.dtype), column, place.row, place.rows, tallest)
+
+            @pl.when(warpgroup == 1)  # which has to wait for its first tile
+            def _clear_the_rest() -> None:
+                lax.fori_loop(ZERO, taken(counts_ref[1] * bands), one_tile_of_zeros, None)
 
             lax.fori_loop(ZERO, lax.div(mine - warpgroup + 1, TWO), one_tile, None)
-            lax.fori_loop(ZERO, lax.div(taken(counts_ref[1] * bands) - warpgroup + 1, TWO), one_tile_of_zeros, None)
             plgpu.wait_smem_to_gmem(0)
 
     swizzled: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]

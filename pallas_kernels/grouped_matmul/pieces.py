@@ -10,9 +10,8 @@ from pallas_kernels.sums import count_up_to, sums_before
 
 ALIGNMENT = 8  # rows: groups begin and pieces are cut at multiples of it
 
-# Fields of a row of the table.
-GROUP, ROW, ROWS, HEIGHT, FIRST, COUNT = range(6)
-FIELDS = 8  # with two that are not in use, a row is one sector of memory
+# Of a row of the table, which is one sector of memory.
+FIELDS = GROUP, FIRST, COUNT, START, ROWS, STEP, HEIGHT, LAST = range(8)
 
 
 @jax.tree_util.register_dataclass
@@ -21,9 +20,10 @@ class Pieces:
     """Consecutive rows of one group, at most the largest height of them; then the pieces of rows that no group has.
 
     Attributes:
-      table: [P, FIELDS] int32. Of each piece: its group, its first row, how many rows, the index of its height in the
-        list of heights, and which piece is the first of its group, and how many the group has (both so that the
-        pieces of a group can be taken in turn with the columns of its matrix).
+      table: [P, 8] int32. The same of each piece of a group, so that one look tells all of whichever of them is next,
+        and they can be taken in turn with the columns of the matrix: the group, its first piece, how many it has, its
+        first row, its rows, the rows of a piece (but the last, which has what is left), the index of their height in
+        the list of heights, and that of the last one's.
       counts: [2] int32, pieces of groups, and pieces of other rows. The table's later rows are not in use.
       m, groups, heights: what they were cut for: rows in all, groups, and the heights of the tiles.
     """
@@ -53,14 +53,13 @@ def cut_groups(starts: jax.Array, ends: jax.Array, m: int, heights: tuple[int, .
     before = sums_before(count)
     index = lax.iota(jnp.int32, -(-m // tallest) + groups + 1)
     which = jnp.minimum(count_up_to(before + count, index), groups)
-    first = before[which]
-    offset = (index - first) * step[which]
-    here = jnp.clip(rows[which] - offset, 0, step[which])
-    height = jnp.searchsorted(jnp.asarray(heights, jnp.int32), here, method="compare_all").astype(jnp.int32)
-    unused = jnp.zeros_like(index)
-    fields = [group[which], start[which] + offset, here, height, first, count[which], unused, unused]
+
+    def smallest(rows: jax.Array) -> jax.Array:
+        return jnp.searchsorted(jnp.asarray(heights, jnp.int32), rows, method="compare_all").astype(jnp.int32)
+
+    fields = [group, before, count, start, rows, step, smallest(step), smallest(rows - (count - 1) * step)]
     counts = jnp.stack([before[groups], count[groups]])
-    return Pieces(table=jnp.stack(fields, axis=1), counts=counts, m=m, groups=groups, heights=heights)
+    return Pieces(table=jnp.stack(fields, axis=1)[which], counts=counts, m=m, groups=groups, heights=heights)
 
 
 def _tallest_pieces_first(starts: jax.Array, rows: jax.Array, tallest: int) -> tuple[jax.Array, ...]:

@@ -30,6 +30,8 @@ from nemotron_moe.config import MoEConfig
 from nemotron_moe.sharding import ShardingRules
 from nemotron_moe.weights import abstract_weights
 
+pytestmark = pytest.mark.devices
+
 P = "backbone.layers.1."
 MESHES = {
     "8 devices": ((8,), ("x",), ShardingRules(experts="x")),
@@ -202,8 +204,6 @@ import sys
 import jax, numpy as np
 from checkpoints import load_layer
 from nemotron_moe.sharding import ShardingRules
-
-pytestmark = pytest.mark.devices
 
 folder, port, rank = sys.argv[1:]
 jax.distributed.initialize(f"localhost:{port}", 2, int(rank))

@@ -14,7 +14,7 @@ from gpu.common import dirty, draw
 
 from nemotron_moe import presets
 from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.grouped_matmul.pieces import HEIGHT, cut_groups
+from pallas_kernels.grouped_matmul.pieces import HEIGHT, LAST, cut_groups
 from pallas_kernels.grouped_matmul.reference import group_bounds
 from pallas_kernels.grouped_matmul.tile import default_heights, default_tile_config
 
@@ -82,7 +82,8 @@ def test_every_tile_that_can_be_chosen(tile, direction, columns):
     m = sum(-(-size // 8) * 8 for size in sizes) + 2 * tile.heights[-1] + 8
     counts = jnp.array(sizes, jnp.int32)
     pieces = cut_groups(*group_bounds(counts, 8, m), m, tile.heights)
-    assert set(np.asarray(pieces.table[: int(pieces.counts[0]), HEIGHT])) == set(range(len(tile.heights)))
+    used = np.asarray(pieces.table[: int(pieces.counts[0])])
+    assert {*used[:, HEIGHT], *used[:, LAST]} == set(range(len(tile.heights)))
     rows, matrices = operands(direction, m, columns, tiles()[tile], len(sizes))
     dirty()
     assert_product(product(rows, matrices, counts, direction, tile), rows, matrices, sizes, direction)

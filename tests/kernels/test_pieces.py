@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.grouped_matmul import TileConfig, grouped_matmul
-from pallas_kernels.grouped_matmul.pieces import ALIGNMENT, COUNT, FIRST, GROUP, HEIGHT, ROW, ROWS, cut_groups
+from pallas_kernels.grouped_matmul.pieces import ALIGNMENT, cut_groups
 from pallas_kernels.grouped_matmul.reference import group_bounds
 
 HEIGHTS = ((8,), (8, 16), (16, 48), (128, 144, 160, 176, 192))
@@ -26,15 +26,17 @@ def check(sizes, m, heights):
     of_groups, of_others = np.asarray(pieces.counts)
     table = np.asarray(pieces.table)
     assert of_groups + of_others <= len(table)
-    owner = np.full(m, -1)
-    for index, piece in enumerate(table[: of_groups + of_others]):
-        group, row, rows = piece[GROUP], piece[ROW], piece[ROWS]
+    owner, tallest_of = np.full(m, -1), {}
+    for index, (group, first, count, start, of_group, step, height, last) in enumerate(table[: of_groups + of_others]):
+        piece = index - first
+        assert 0 <= piece < count and (table[first : first + count] == table[index]).all()
+        row, rows = start + piece * step, min(step, of_group - piece * step)
         assert rows > 0 and row % ALIGNMENT == 0
-        height = heights[piece[HEIGHT]]
+        height = heights[last if piece == count - 1 else height]
         assert height >= rows and all(h >= height or h < rows for h in heights)  # the smallest that holds it
-        assert piece[FIRST] <= index < piece[FIRST] + piece[COUNT]
-        assert (table[piece[FIRST] : piece[FIRST] + piece[COUNT], GROUP] == group).all()
         assert (group == len(sizes)) == (index >= of_groups)
+        if index < of_groups:
+            tallest_of[group] = max(rows, tallest_of.get(group, 0))
         # What the tile writes: its rows, and those up to the next multiple of eight.
         end = row + -(-rows // ALIGNMENT) * ALIGNMENT
         assert end <= m and (owner[row:end] == -1).all()
@@ -43,8 +45,7 @@ def check(sizes, m, heights):
     starts, ends = (np.asarray(x) for x in group_bounds(jnp.asarray(sizes, jnp.int32), ALIGNMENT, m))
     for group, (start, end) in enumerate(zip(starts, ends, strict=True)):
         assert (owner[start:end] == group).all()
-    tallest_of = {g: max(table[:of_groups][table[:of_groups, GROUP] == g, ROWS]) for g in table[:of_groups, GROUP]}
-    order = [-(-tallest_of[g] // ALIGNMENT) for g in dict.fromkeys(table[:of_groups, GROUP])]
+    order = [-(-rows // ALIGNMENT) for rows in tallest_of.values()]
     assert order == sorted(order, reverse=True)
 
 
