@@ -120,7 +120,8 @@ def _nvfp4_scales(blank: Nvfp4Array, x: jax.Array, global_scale: jax.Array) -> N
     largest, outer = jnp.max(blocks, axis=-1), global_scale[..., None, None]
     # The barrier keeps XLA from making one division of the two.
     scale = divide(lax.optimization_barrier(divide(largest, nvfp4.LARGEST)), outer)
-    scale = jnp.clip(scale, _E4M3_STEP, fp8.LARGEST).astype(jnp.float8_e4m3fn)
+    # Without a barrier XLA would, for a GPU, go on with the scale that is not yet rounded.
+    scale = lax.optimization_barrier(jnp.clip(scale, _E4M3_STEP, fp8.LARGEST).astype(jnp.float8_e4m3fn))
     # Where e4m3 is coarse, the largest number may become code 4 instead of 6, and would then ask for another scale.
     wide = scale.astype(jnp.float32)
     code = divide(largest, wide * outer)

@@ -36,4 +36,8 @@ def test_a_loaded_layer_of_super_takes_the_memory_of_its_file(tmp_path):
     before = device.memory_stats()["bytes_in_use"]
     weights, _ = nm.load_layer(tmp_path, 0, dtype=dtype)
     jax.block_until_ready(weights)
-    assert abs(device.memory_stats()["bytes_in_use"] - before - size) <= size / 100
+    sizes = [leaf.nbytes for leaf in jax.tree.leaves(weights)]
+    assert abs(sum(sizes) - size) <= size / 100
+    # The allocator splits no free piece of which less than 128 MiB would be left.
+    slack = sum(min(one, 1 << 27) for one in sizes if one > 1 << 27)
+    assert device.memory_stats()["bytes_in_use"] - before <= sum(sizes) + slack + size / 100
